@@ -1,0 +1,45 @@
+"""LoRA fine-tuning of GLM-5.2 on Megatron-core, on the checkpoint's own block-FP8 bytes.
+
+Names are loaded on first use (PEP 562), so that ``import megatron_xorl`` costs nothing and needs
+neither torch nor Megatron: the tools that only read configurations run on any machine. ``_EXPORTS``
+is the whole public surface, name by name, with the module each comes from.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS: dict[str, str] = {
+    "AdapterConfig": "config.adapter",
+    "GlmConfig": "config.model",
+    "Inventory": "adapters.inventory",
+    "MegatronXorlError": "errors",
+    "ParallelLayout": "config.layout",
+    "RunConfig": "config.run",
+    "adapter_bytes": "plan.adapter_bytes",
+    "build_inventory": "adapters.inventory",
+    "check_layout": "config.layout",
+    "load_adapter_config": "config.adapter",
+    "load_glm_config": "config.model",
+    "load_run_config": "config.run",
+    "projections": "adapters.projections",
+    "select_targets": "adapters.targets",
+}
+
+__all__ = ["__version__", *sorted(_EXPORTS)]
+
+
+def __getattr__(name: str) -> Any:
+    module = _EXPORTS.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

@@ -1,0 +1,171 @@
+"""The command line: ``megatron-xorl <verb>``.
+
+The one idea: a verb parses its arguments, calls one function of the library and prints what it
+returned; nothing is computed here. ``--json`` prints one JSON document on stdout and nothing else
+there. Exit 0 success, 1 a check failed, 2 bad input; an error is one readable message on stderr,
+with a traceback only under ``--debug``. Imports are inside the verbs, so that each starts fast.
+
+    megatron-xorl targets glm-5.2 --scope routed_experts
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron_xorl.errors import ConfigError, MegatronXorlError
+
+if TYPE_CHECKING:
+    from megatron_xorl.adapters.inventory import Inventory
+    from megatron_xorl.config.adapter import AdapterConfig
+    from megatron_xorl.plan.adapter_bytes import AdapterBytes
+
+__all__ = ["app", "main", "print_json"]
+
+DEFAULT_RANK = 64
+
+app = typer.Typer(
+    name="megatron-xorl",
+    help="LoRA fine-tuning of GLM-5.2 on Megatron-core, on the checkpoint's own block-FP8 bytes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigArgument = Annotated[
+    str,
+    typer.Argument(metavar="CONFIG", help="config.json, a directory that holds one, or a preset."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; ``--debug`` anywhere shows tracebacks of this package's own errors."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    try:
+        app(args=[argument for argument in given if argument != "--debug"])
+    except MegatronXorlError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"megatron-xorl: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+@app.callback()
+def _root(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks (accepted anywhere).")
+    ] = False,
+) -> None:
+    """LoRA fine-tuning of GLM-5.2 on Megatron-core, on the checkpoint's own block-FP8 bytes."""
+
+
+@app.command()
+def inspect(config: ConfigArgument, as_json: JsonOption = False) -> None:
+    """Show what a checkpoint of CONFIG holds: tensors, parameters and bytes by region, indexer layers."""
+    from megatron_xorl.config.model import load_glm_config
+    from megatron_xorl.display import print_checkpoint
+    from megatron_xorl.plan.checkpoint_bytes import checkpoint_bytes
+    from megatron_xorl.weights.names import hf_tensors
+
+    glm = load_glm_config(config)
+    report = checkpoint_bytes(hf_tensors(glm))
+    report["indexer"] = {
+        "full": list(glm.full_indexer_layers),
+        "shared": list(glm.shared_indexer_layers),
+    }
+    if as_json:
+        print_json(report)
+    else:
+        print_checkpoint(config, glm, report)
+
+
+@app.command()
+def targets(
+    config: ConfigArgument,
+    adapter: Annotated[str | None, typer.Option(help="Adapter configuration, a YAML file.")] = None,
+    scope: Annotated[
+        str | None, typer.Option(help="What trains: all, moe, shared_experts, routed_experts.")
+    ] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="A name or a quoted pattern; repeat for more.")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help=f"Rank of every factor (default {DEFAULT_RANK}).")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the factors an adapter configuration builds on CONFIG, and what training them costs."""
+    from megatron_xorl.adapters.inventory import build_inventory
+    from megatron_xorl.config.model import load_glm_config
+    from megatron_xorl.display import print_targets
+    from megatron_xorl.plan.adapter_bytes import adapter_bytes
+
+    inventory = build_inventory(
+        load_glm_config(config), _adapter_config(adapter, scope, target, rank)
+    )
+    cost = adapter_bytes(inventory)
+    if as_json:
+        print_json(_targets_report(inventory, cost))
+    else:
+        print_targets(config, inventory, cost)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Show versions, what will be used, and what is missing; exit 1 if something required is missing."""
+    from megatron_xorl.display import print_doctor
+    from megatron_xorl.doctor import examine
+
+    report = examine()
+    if as_json:
+        print_json(report)
+    else:
+        print_doctor(report)
+    if any(item["required"] for item in report["missing"]):
+        raise typer.Exit(1)
+
+
+def _adapter_config(
+    adapter: str | None, scope: str | None, target: list[str] | None, rank: int | None
+) -> AdapterConfig:
+    from megatron_xorl.config.adapter import AdapterConfig, load_adapter_config
+
+    chosen = {"glm52_lora_scope": scope, "lora_target_modules": target or None, "rank": rank}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    if adapter is None:
+        # The listing depends on the rank, never on alpha.
+        return AdapterConfig(**{"rank": DEFAULT_RANK, "alpha": DEFAULT_RANK, **chosen})
+    if chosen:
+        raise ConfigError(
+            "--adapter says everything; it cannot be combined with --scope, --target or --rank"
+        )
+    return load_adapter_config(adapter)
+
+
+def _targets_report(inventory: Inventory, cost: Mapping[str, AdapterBytes]) -> dict[str, Any]:
+    keys = ("name", "target", "region", "shape", "dtype", "trainable")
+    return {
+        "factors": [{key: getattr(factor, key) for key in keys} for factor in inventory.factors],
+        "totals": inventory.totals(),
+        "bytes": {
+            name: {"factors": item.factors, "masters": item.masters, "moments": item.moments}
+            for name, item in cost.items()
+        },
+    }
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print ``document`` as the one JSON document on stdout."""
+    json.dump(document, sys.stdout)
+    sys.stdout.write("\n")
+
+
+if __name__ == "__main__":
+    main()

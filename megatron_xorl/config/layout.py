@@ -1,0 +1,225 @@
+"""Which parallel layouts this model can be cut into.
+
+The one idea: a layout is legal or it is refused with the reason and the nearest legal values,
+before any process starts. Names are Megatron's: tp (tensor), pp (pipeline), ep (expert), etp
+(expert tensor), cp (context). Refused: sizes that do not divide the world, the experts or the
+heads; a tensor cut inside a block of the FP8 scale grid; a pipeline stage that would begin on a
+layer that reuses the indices of the stage before it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_xorl.config.model import GlmConfig
+from megatron_xorl.errors import LayoutError
+
+__all__ = [
+    "ParallelLayout",
+    "check_layout",
+    "check_stage_starts",
+    "layout_problems",
+    "pipeline_stages",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Sizes of the parallel groups; ``world`` is the number of processes."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    world: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size of everything but the experts."""
+        return self.world // (self.tp * self.pp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of the experts."""
+        return self.world // (self.etp * self.ep * self.pp)
+
+
+def check_layout(config: GlmConfig, layout: ParallelLayout) -> None:
+    """Return if ``config`` can be cut as ``layout`` says.
+
+    Raises:
+        LayoutError: with every reason and the nearest legal values.
+    """
+    problems = layout_problems(config, layout)
+    if problems:
+        raise LayoutError("; ".join(problems))
+
+
+def layout_problems(config: GlmConfig, layout: ParallelLayout) -> tuple[str, ...]:
+    """Return the reasons why ``layout`` is not legal for ``config``; empty if it is."""
+    sizes = {name: getattr(layout, name) for name in ("tp", "pp", "ep", "etp", "cp", "world")}
+    wrong = [
+        f"{name} is {size!r}, expected a whole number of at least 1"
+        for name, size in sizes.items()
+        if not _is_count(size)
+    ]
+    if wrong:
+        return tuple(wrong)
+    return tuple(
+        problem
+        for problem in (
+            _world("tp × pp × cp", layout.tp * layout.pp * layout.cp, layout.world),
+            _world("etp × ep × pp", layout.etp * layout.ep * layout.pp, layout.world),
+            _experts(config, layout.ep),
+            _tensor(config, layout.tp),
+            _expert_tensor(config, layout.etp),
+            _pipeline(config, layout.pp),
+        )
+        if problem
+    )
+
+
+def _is_count(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size >= 1
+
+
+def _world(what: str, product: int, world: int) -> str | None:
+    if world % product == 0:
+        return None
+    return (
+        f"world size {world} is not a multiple of {what} = {product}; "
+        f"start {product} processes (or a multiple), or lower one of them"
+    )
+
+
+def _legal(limit: int, problem: Callable[[int], str | None]) -> list[int]:
+    return [size for size in range(1, limit + 1) if problem(size) is None]
+
+
+def _nearest_legal(found: int, legal: Iterable[int]) -> str:
+    close = sorted(sorted(legal, key=lambda size: (abs(size - found), size))[:3])
+    return ", ".join(map(str, close))
+
+
+def _experts(config: GlmConfig, ep: int) -> str | None:
+    experts = config.n_routed_experts
+    if experts % ep == 0:
+        return None
+    legal = [size for size in range(1, experts + 1) if experts % size == 0]
+    return (
+        f"ep {ep} does not divide the {experts} experts; nearest legal: {_nearest_legal(ep, legal)}"
+    )
+
+
+def _tensor(config: GlmConfig, tp: int) -> str | None:
+    reason = _tensor_reason(config, tp)
+    if reason is None:
+        return None
+    legal = _legal(config.num_attention_heads, lambda size: _tensor_reason(config, size))
+    return f"tp {tp}: {reason}; nearest legal: {_nearest_legal(tp, legal)}"
+
+
+def _tensor_reason(config: GlmConfig, tp: int) -> str | None:
+    heads = config.num_attention_heads
+    if heads % tp:
+        return f"{heads} attention heads are not divisible by it"
+    block_rows, block_columns = config.weight_block_size or (1, 1)
+    shared = config.moe_intermediate_size * config.n_shared_experts
+    cuts = [
+        ("q_b_proj rows", heads * config.qk_head_dim, block_rows),
+        ("kv_b_proj rows", heads * (config.qk_nope_head_dim + config.v_head_dim), block_rows),
+        ("o_proj columns", heads * config.v_head_dim, block_columns),
+    ]
+    if config.first_k_dense_replace:
+        cuts += _mlp_cuts("mlp", config.intermediate_size, block_rows, block_columns)
+    if config.first_k_dense_replace < config.num_hidden_layers:
+        cuts += _mlp_cuts("mlp.shared_experts", shared, block_rows, block_columns)
+    return _first_off_grid(cuts, tp)
+
+
+def _expert_tensor(config: GlmConfig, etp: int) -> str | None:
+    block_rows, block_columns = config.weight_block_size or (1, 1)
+    cuts = _mlp_cuts("mlp.experts", config.moe_intermediate_size, block_rows, block_columns)
+
+    def reason(size: int) -> str | None:
+        return _first_off_grid(cuts, size)
+
+    if reason(etp) is None:
+        return None
+    legal = _legal(config.moe_intermediate_size, reason)
+    return f"etp {etp}: {reason(etp)}; nearest legal: {_nearest_legal(etp, legal)}"
+
+
+def _mlp_cuts(
+    name: str, width: int, block_rows: int, block_columns: int
+) -> list[tuple[str, int, int]]:
+    return [
+        (f"{name} gate_proj and up_proj rows", width, block_rows),
+        (f"{name} down_proj columns", width, block_columns),
+    ]
+
+
+def _first_off_grid(cuts: Sequence[tuple[str, int, int]], size: int) -> str | None:
+    for name, extent, block in cuts:
+        if extent % size:
+            return f"{extent} {name} are not divisible by it"
+        if size > 1 and (extent // size) % block:
+            return (
+                f"it cuts {extent} {name} into {extent // size}, which is {extent / size / block:g} "
+                f"FP8 blocks of {block}; a cut must lie on the block grid"
+            )
+    return None
+
+
+def _pipeline(config: GlmConfig, pp: int) -> str | None:
+    starts = config.full_indexer_layers
+    if pp <= len(starts):
+        return None
+    return (
+        f"pp {pp}: a stage must begin on a layer that owns an indexer, and there are {len(starts)} such layers; "
+        f"nearest legal: {_nearest_legal(pp, range(1, len(starts) + 1))}"
+    )
+
+
+def check_stage_starts(config: GlmConfig, starts: Sequence[int]) -> None:
+    """Return if pipeline stages may begin on the layers ``starts`` (the first is 0, each larger than the one before).
+
+    Raises:
+        LayoutError: naming the layer, the layer whose indices it uses, and the nearest legal starts.
+    """
+    if not starts or starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts)):
+        raise LayoutError(
+            f"pipeline stages begin on layers {list(starts)}, expected 0 first and each larger than the one before"
+        )
+    for start in starts:
+        source = config.indexer_source(start)
+        if source != start:
+            raise LayoutError(
+                f"a pipeline stage may not begin on layer {start}: it attends by the indices of layer "
+                f"{source}, on the stage before; nearest legal starts: {_nearest_legal(start, config.full_indexer_layers)}"
+            )
+
+
+def pipeline_stages(config: GlmConfig, pp: int) -> tuple[range, ...]:
+    """Return the layers of each of ``pp`` stages: every stage begins on a full-indexer layer, sizes as even as that allows.
+
+    Raises:
+        LayoutError: there are fewer full-indexer layers than stages.
+    """
+    problem = _pipeline(config, pp)
+    if problem:
+        raise LayoutError(problem)
+    legal, layers = config.full_indexer_layers, config.num_hidden_layers
+    starts = [0]
+    for stage in range(1, pp):
+        left = pp - stage
+        usable = [start for start in legal if start > starts[-1]]
+        usable = usable[: len(usable) - left + 1]  # keep one start for each later stage
+        even = layers * stage / pp
+        starts.append(min(usable, key=lambda start: (abs(start - even), start)))
+    return tuple(
+        range(first, last) for first, last in zip(starts, [*starts[1:], layers], strict=True)
+    )

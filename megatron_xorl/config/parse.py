@@ -1,0 +1,355 @@
+"""How each key of a ``config.json`` becomes a field of :class:`~megatron_xorl.config.model.GlmConfig`.
+
+The one idea: read the file's own keys, never a default that could be wrong for this model, and
+refuse by name whatever would change the mathematics and is not implemented. Keys that change
+nothing (``architectures``, ``use_cache``, ...) are ignored. Refused: another model type, biases,
+another activation, rope scaling, another router, another quantisation, two values for one fact that
+differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_xorl.config.indexer import indexer_schedule
+from megatron_xorl.errors import ConfigError
+
+__all__ = ["MODEL_TYPE", "parse_fields"]
+
+log = logging.getLogger(__name__)
+
+MODEL_TYPE = "glm_moe_dsa"
+# transformers 5.23: the q and kv latent norms keep the class default, not rms_norm_eps.
+LATENT_NORM_EPS = 1e-6
+# transformers 5.23: the indexer's k_norm.
+INDEXER_NORM_EPS = 1e-6
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+)
+# key -> the values implemented; an absent or null key means the first one
+_FIXED: dict[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "attention_dropout": (0.0, 0),
+    "hidden_act": ("silu",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "tie_word_embeddings": (False,),
+    "mlp_bias": (False,),
+}
+_LAYER_KINDS = (
+    "deepseek_sparse_attention",
+    "indexed_attention",
+)  # the second is transformers' own name for the first
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class _Reader:
+    """Typed access to one raw mapping; every refusal names the source and the key."""
+
+    def __init__(self, raw: Mapping[str, Any], source: str) -> None:
+        self.raw, self.source = raw, source
+
+    def fail(self, text: str) -> ConfigError:
+        return ConfigError(f"{self.source}: {text}")
+
+    def has(self, key: str) -> bool:
+        return self.raw.get(key) is not None
+
+    def whole(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.fail(f"{key} is {value!r}, expected a whole number of at least {least}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        return self.positive(key, value)
+
+    def positive(self, key: str, value: object) -> float:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
+            raise self.fail(f"{key} is {value!r}, expected a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.fail(f"{key} is {value!r}, expected true or false")
+        return value
+
+
+def parse_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the keyword arguments of ``GlmConfig`` for the raw content of a ``config.json``.
+
+    Raises:
+        ConfigError: see the module's docstring; the message begins with ``source``.
+    """
+    reader = _Reader(raw, source)
+    _check_supported(reader)
+    missing = [key for key in _SIZES if not reader.has(key)]
+    if missing:
+        raise reader.fail(
+            f"{', '.join(missing)} missing; expected every size of the model in its config.json{_experts_hint(reader, missing)}"
+        )
+    fields: dict[str, Any] = {key: reader.whole(key) for key in _SIZES}
+    layers = fields["num_hidden_layers"]
+    fields |= {
+        "model_type": MODEL_TYPE,
+        "qk_rope_head_dim": _rope_width(reader),
+        "first_k_dense_replace": _dense_layers(reader, layers),
+        "n_group": reader.whole("n_group", 1),
+        "topk_group": reader.whole("topk_group", 1),
+        "norm_topk_prob": reader.flag("norm_topk_prob", True),
+        "routed_scaling_factor": reader.number("routed_scaling_factor"),
+        "rms_norm_eps": reader.number("rms_norm_eps"),
+        "latent_norm_eps": reader.number("latent_norm_eps", LATENT_NORM_EPS),
+        "indexer_norm_eps": reader.number("indexer_norm_eps", INDEXER_NORM_EPS),
+        "rope_theta": _rope_theta(reader),
+        "rope_interleave": reader.flag("rope_interleave", True),
+        "indexer_rope_interleave": reader.flag("indexer_rope_interleave", True),
+        "indexer_types": indexer_schedule(raw, layers, source),
+        "eos_token_id": _eos(reader, fields["vocab_size"]),
+        "pad_token_id": _token(
+            reader, "pad_token_id", raw.get("pad_token_id"), fields["vocab_size"]
+        ),
+        "num_nextn_predict_layers": reader.whole("num_nextn_predict_layers", 0, least=0),
+        "weight_block_size": _block_size(reader),
+        "tie_word_embeddings": False,
+        "initializer_range": reader.number("initializer_range", 0.02),
+        "dtype": _dtype(reader),
+    }
+    _check_sizes(reader, fields)
+    return fields
+
+
+def _check_supported(reader: _Reader) -> None:
+    found = reader.raw.get("model_type")
+    if found != MODEL_TYPE:
+        raise reader.fail(
+            f"model_type is {found!r}, expected {MODEL_TYPE!r}; only the GLM-5 family is supported"
+        )
+    for key, allowed in _FIXED.items():
+        value = reader.raw.get(key)
+        same_kind = [
+            item
+            for item in allowed
+            if value == item and isinstance(value, bool) == isinstance(item, bool)
+        ]
+        if value is not None and not same_kind:
+            raise reader.fail(f"{key} is {value!r}, but only {allowed[0]!r} is supported")
+    kinds = reader.raw.get("layer_types")
+    if kinds is not None:
+        layers = reader.raw.get("num_hidden_layers")
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise reader.fail(
+                f"layer_types must be a list with one entry for each of the {layers} layers"
+            )
+        for layer, kind in enumerate(kinds):
+            if kind not in _LAYER_KINDS:
+                raise reader.fail(
+                    f"layer_types says {kind!r} for layer {layer}, but only {_LAYER_KINDS[0]!r} is supported"
+                )
+
+
+def _experts_hint(reader: _Reader, missing: list[str]) -> str:
+    other = [key for key in ("num_experts", "num_local_experts") if reader.has(key)]
+    return (
+        f" ({other[0]} is not read: n_routed_experts says how many experts there are)"
+        if other and "n_routed_experts" in missing
+        else ""
+    )
+
+
+def _rope_width(reader: _Reader) -> int:
+    nope = reader.whole("qk_nope_head_dim")
+    if reader.has("qk_rope_head_dim"):
+        width = reader.whole("qk_rope_head_dim")
+        if reader.has("qk_head_dim") and reader.whole("qk_head_dim") != nope + width:
+            raise reader.fail(
+                f"qk_head_dim is {reader.raw['qk_head_dim']}, but qk_nope_head_dim + qk_rope_head_dim is {nope + width}"
+            )
+    elif reader.has("qk_head_dim"):
+        width = reader.whole("qk_head_dim") - nope
+    else:
+        raise reader.fail(
+            "qk_rope_head_dim is missing (head_dim is not the rope width and is not read); add it or qk_head_dim"
+        )
+    if width <= 0 or width % 2:
+        raise reader.fail(
+            f"qk_rope_head_dim is {width}, expected a positive even number: rope turns pairs"
+        )
+    return width
+
+
+def _rope_theta(reader: _Reader) -> float:
+    nested = reader.raw.get("rope_parameters") or {}
+    scaling = reader.raw.get("rope_scaling") or {}
+    for key, group in (("rope_parameters", nested), ("rope_scaling", scaling)):
+        if not isinstance(group, Mapping):
+            raise reader.fail(f"{key} is {group!r}, expected a mapping")
+        kind = group.get("rope_type", group.get("type", "default"))
+        if kind != "default":
+            raise reader.fail(
+                f"{key} has rope_type {kind!r}, but only 'default' (no scaling) is supported"
+            )
+    found = {
+        f"{name}rope_theta": reader.positive(f"{name}rope_theta", group["rope_theta"])
+        for name, group in (("rope_parameters.", nested), ("", reader.raw))
+        if group.get("rope_theta") is not None
+    }
+    if not found:
+        raise reader.fail(
+            "rope_theta is missing, both in rope_parameters and at the top level; "
+            "there is no safe default: GLM-5 has 1e6, GLM-5.2 8e6"
+        )
+    if len(set(found.values())) > 1:
+        raise reader.fail(
+            "; ".join(f"{key} is {value:g}" for key, value in found.items())
+            + "; they must agree, remove one"
+        )
+    return next(iter(found.values()))
+
+
+def _dense_layers(reader: _Reader, layers: int) -> int:
+    kinds = reader.raw.get("mlp_layer_types")
+    if kinds is None:
+        return _at_most(
+            reader, "first_k_dense_replace", reader.whole("first_k_dense_replace", least=0), layers
+        )
+    dense = sum(kind == "dense" for kind in kinds) if isinstance(kinds, list) else 0
+    if not isinstance(kinds, list) or kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        raise reader.fail(
+            f"mlp_layer_types must be {layers} words, 'dense' for the first layers and 'sparse' for the rest"
+        )
+    if (
+        reader.has("first_k_dense_replace")
+        and reader.whole("first_k_dense_replace", least=0) != dense
+    ):
+        raise reader.fail(
+            f"first_k_dense_replace is {reader.raw['first_k_dense_replace']}, but mlp_layer_types has {dense} dense layers"
+        )
+    return dense
+
+
+def _at_most(reader: _Reader, key: str, value: int, most: int) -> int:
+    if value > most:
+        raise reader.fail(f"{key} is {value}, expected at most {most}")
+    return value
+
+
+def _token(reader: _Reader, key: str, value: object, vocab: int) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
+        raise reader.fail(f"{key} is {value!r}, expected a token id from 0 to {vocab - 1}")
+    return value
+
+
+def _eos(reader: _Reader, vocab: int) -> tuple[int, ...]:
+    value = reader.raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    tokens = [
+        token for item in ids if (token := _token(reader, "eos_token_id", item, vocab)) is not None
+    ]
+    if not tokens or len(tokens) != len(ids):
+        raise reader.fail(f"eos_token_id is {value!r}, expected a token id or a list of them")
+    return tuple(tokens)
+
+
+def _block_size(reader: _Reader) -> tuple[int, int] | None:
+    quant = reader.raw.get("quantization_config")
+    if quant is None:
+        return None
+    if not isinstance(quant, Mapping):
+        raise reader.fail(f"quantization_config is {quant!r}, expected a mapping")
+    allowed = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3",),
+        "activation_scheme": ("dynamic",),
+        "scale_fmt": ("float32",),
+    }
+    for key, values in allowed.items():
+        found = quant.get(key)
+        if found not in values and not (found is None and key != "quant_method"):
+            raise reader.fail(
+                f"quantization_config.{key} is {found!r}, but only {values[0]!r} is supported (e4m3 codes, float32 scales)"
+            )
+    block = quant.get("weight_block_size")
+    if (
+        not isinstance(block, list | tuple)
+        or len(block) != 2
+        or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block)
+    ):
+        raise reader.fail(
+            f"quantization_config.weight_block_size is {block!r}, expected two positive whole numbers such as [128, 128]"
+        )
+    return int(block[0]), int(block[1])
+
+
+def _dtype(reader: _Reader) -> str:
+    found = reader.raw.get("dtype", reader.raw.get("torch_dtype", "bfloat16"))
+    name = str(found).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise reader.fail(f"dtype is {found!r}, expected one of {', '.join(_DTYPES)}")
+    return name
+
+
+def _check_sizes(reader: _Reader, fields: Mapping[str, Any]) -> None:
+    experts = fields["n_routed_experts"]
+    _at_most(reader, "num_experts_per_tok", fields["num_experts_per_tok"], experts)
+    _at_most(reader, "topk_group", fields["topk_group"], fields["n_group"])
+    if experts % fields["n_group"]:
+        raise reader.fail(
+            f"n_group is {fields['n_group']}, which does not divide the {experts} experts"
+        )
+    per_group = experts // fields["n_group"]
+    reachable = fields["topk_group"] * per_group
+    if fields["num_experts_per_tok"] > reachable:
+        raise reader.fail(
+            f"num_experts_per_tok is {fields['num_experts_per_tok']}, but topk_group leaves {reachable} experts"
+        )
+    if fields["index_head_dim"] < fields["qk_rope_head_dim"]:
+        raise reader.fail(
+            f"index_head_dim is {fields['index_head_dim']}, expected at least qk_rope_head_dim ({fields['qk_rope_head_dim']})"
+        )
+    heads = reader.raw.get("num_key_value_heads")
+    if heads is not None and heads != fields["num_attention_heads"]:
+        raise reader.fail(
+            f"num_key_value_heads is {heads!r}, but latent attention has one per head: {fields['num_attention_heads']}"
+        )
+    other = reader.raw.get("num_experts")
+    if other is not None and other != experts:
+        log.warning(
+            "%s: num_experts is %r; n_routed_experts (%d) is used", reader.source, other, experts
+        )

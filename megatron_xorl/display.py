@@ -1,0 +1,114 @@
+"""Tables for people: what the command line prints when ``--json`` is not asked for.
+
+The one idea: each function prints one report that a library function returned, and computes nothing but layout.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from megatron_xorl.adapters.inventory import Inventory
+    from megatron_xorl.config.model import GlmConfig
+    from megatron_xorl.plan.adapter_bytes import AdapterBytes
+
+__all__ = ["console", "print_checkpoint", "print_doctor", "print_targets", "table"]
+
+PIPE_WIDTH = 120  # columns where stdout is not a terminal
+
+
+def console() -> Console:
+    """Return a console on stdout, wide enough for our tables in a pipe."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def table(title: str, *columns: str) -> Table:
+    """Return an empty table whose first column is text and whose others are numbers."""
+    result = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index == 0 else "right")
+    return result
+
+
+def print_checkpoint(name: str, glm: GlmConfig, report: Mapping[str, Any]) -> None:
+    """Print what ``plan.checkpoint_bytes`` says of the checkpoint ``name``."""
+    parameters, size = report["parameters"], report["bytes"]
+    rows = table(f"{name}: {report['hf_tensors']:,} tensors", "region", "parameters", "bytes")
+    for region, count in parameters["by_region"].items():
+        rows.add_row(region, f"{count:,}", f"{size['by_region'][region]:,}")
+    rows.add_section()
+    rows.add_row("total", f"{parameters['total']:,}", f"{size['total']:,}")
+    block = "none" if glm.weight_block_size is None else "{} x {}".format(*glm.weight_block_size)
+    full, shared = glm.full_indexer_layers, glm.shared_indexer_layers
+    out = console()
+    out.print(rows)
+    out.print(f"layers: {glm.num_hidden_layers}, the first {glm.first_k_dense_replace} dense")
+    out.print(
+        f"experts: {glm.n_routed_experts}, {glm.num_experts_per_tok} a token; FP8 block: {block}"
+    )
+    out.print(
+        f"indexer: {len(full)} full, {len(shared)} shared; full at {', '.join(map(str, full))}"
+    )
+
+
+def print_targets(name: str, inventory: Inventory, cost: Mapping[str, AdapterBytes]) -> None:
+    """Print counts and bytes by region, then the shapes of the factors, of ``inventory`` on the model ``name``."""
+    totals = inventory.totals()
+    counts = ("targets", "factors", "trainable_factors", "parameters")
+    rows = table(
+        f"adapter on {name}",
+        "region",
+        "targets",
+        "factors",
+        "train",
+        "parameters",
+        "share",
+        "factor MB",
+        "optimizer MB",
+    )
+    for region, count in [*totals["by_region"].items(), ("total", totals)]:
+        spent = cost[region]
+        if region == "total":
+            rows.add_section()
+        rows.add_row(
+            region,
+            *(f"{count[key]:,}" for key in counts),
+            f"{count['parameters'] / totals['parameters']:.1%}",
+            f"{spent.factors / 1e6:,.1f}",
+            f"{(spent.masters + spent.moments) / 1e6:,.1f}",
+        )
+    shapes = table("factors", "region", "projection", "targets", "A", "B")
+    for (region, leaf, *pair), number in _grouped(inventory).items():
+        shapes.add_row(region, leaf, str(number), *pair)
+    console().print(rows, shapes)
+
+
+def _grouped(inventory: Inventory) -> dict[tuple[str, str, str, str], int]:
+    """Return how many targets share a region, a leaf name and both shapes."""
+    groups: dict[tuple[str, str, str, str], int] = {}
+    for first, second in zip(inventory.factors[::2], inventory.factors[1::2], strict=True):
+        leaf = first.target.rpartition(".")[2]
+        key = (first.region, leaf, str(list(first.shape)), str(list(second.shape)))
+        groups[key] = groups.get(key, 0) + 1
+    return groups
+
+
+def print_doctor(report: Mapping[str, Any]) -> None:
+    """Print the report of ``doctor.examine``."""
+    out = console()
+    installed = table("installed", "package", "version")
+    for name, version in report["versions"].items():
+        installed.add_row(name, version or "-")
+    used = table("will be used", "what", "which")
+    for name, value in report["backends"].items():
+        used.add_row(name, ", ".join(value) or "none" if isinstance(value, list) else str(value))
+    out.print(installed, used)
+    for item in report["missing"]:
+        kind = "MISSING" if item["required"] else "not here"
+        line = f"{kind}: {item['name']} (for {item['needed_for']}): {item['how']}"
+        out.print(line, markup=False, soft_wrap=True)
