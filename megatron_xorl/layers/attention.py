@@ -1,0 +1,209 @@
+"""GLM-5.2 attention: multi-head latent attention over the keys the indexer selected, in the absorbed form.
+
+One idea (absorbed): with ``kv_b_proj`` split per head into K rows and V rows, ``q . (W_K c) = (W_K^T q) . c``, so queries are
+moved into the latent space, every head attends to the same ``[kv_lora_rank + rope]`` key, and the latent output is moved out by
+``W_V``. The frozen ``kv_b_proj`` is read head by head, never dequantised as a whole; its LoRA is applied in the same form
+(``W_K`` and ``W_V`` halves of B, one A), so a ``kv_b_proj`` adapter means the same as in the expanded form.
+
+The selection travels explicitly: :meth:`forward` takes the indices of the last full-indexer layer and returns its own. Nothing
+is left on a module or a config between layers, microbatches or models (Megatron-LM issue 6020).
+
+Megatron's own ``AbsorbedMLASelfAttention`` is not reused: it carries indices on shared objects, has one epsilon for all norms,
+cannot express ``indexer_types``, and reads ``linear_kv_up_proj.weight`` as a plain tensor (0.19.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_xorl.errors import LayoutError
+from megatron_xorl.fp8.linear import frozen_head_matmul
+from megatron_xorl.layers.indexer import Indexer
+from megatron_xorl.layers.provider import FrozenSpecProvider
+from megatron_xorl.layers.rope import rotary_cos_sin, rotate
+
+__all__ = ["SparseLatentAttention", "attend_selected", "document_starts"]
+
+
+class SparseLatentAttention(MegatronModule):
+    """MLA + DSA of one layer.
+
+    A ``"full"`` layer owns an indexer under ``core_attention.indexer``; a ``"shared"`` one owns none and uses the selection
+    that was handed to it.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        provider: FrozenSpecProvider,
+        pg_collection: Any,
+        cp_comm_type: str | None = None,
+        name: str | None = None,
+        **_megatron: Any,
+    ) -> None:
+        super().__init__(config=config)
+        del cp_comm_type, name
+        if config.context_parallel_size > 1:
+            raise LayoutError(
+                "context parallel size is > 1; sparse attention supports cp=1 only; set --context-parallel-size 1"
+            )
+        glm = provider.glm
+        self.glm, self.layer_number, self.tp_group = glm, layer_number, pg_collection.tp
+        self.heads = glm.num_attention_heads // self.tp_group.size()
+        self.scale = glm.qk_head_dim**-0.5
+        replicated, column, row = (
+            provider.linear(),
+            provider.column_parallel_linear(),
+            provider.row_parallel_linear(),
+        )
+        norm = provider.layer_norm(rms_norm=True)
+        common = {"config": config, "tp_group": self.tp_group}
+        kv_rows = glm.num_attention_heads * (glm.qk_nope_head_dim + glm.v_head_dim)
+        self.linear_q_down_proj = replicated(glm.hidden_size, glm.q_lora_rank, **common)
+        self.q_layernorm = norm(config=config, hidden_size=glm.q_lora_rank, eps=glm.latent_norm_eps)
+        self.linear_q_up_proj = column(
+            glm.q_lora_rank, glm.num_attention_heads * glm.qk_head_dim, **common
+        )
+        self.linear_kv_down_proj = replicated(
+            glm.hidden_size, glm.kv_lora_rank + glm.qk_rope_head_dim, **common
+        )
+        self.kv_layernorm = norm(
+            config=config, hidden_size=glm.kv_lora_rank, eps=glm.latent_norm_eps
+        )
+        self.linear_kv_up_proj = column(glm.kv_lora_rank, kv_rows, **common)
+        self.linear_proj = row(glm.num_attention_heads * glm.v_head_dim, glm.hidden_size, **common)
+        full = glm.indexer_types[layer_number - 1] == "full"
+        self.core_attention = nn.Module()
+        self.core_attention.indexer = (
+            Indexer(config, provider=provider, tp_group=self.tp_group) if full else None
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        selected: Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[tuple[Tensor, None], Tensor]:
+        """Attend.
+
+        Args:
+            hidden_states: ``[s/tp, b, h]``, after the input norm.
+            selected: int64 ``[s, b, topk]``, the selection of the layer's source; ignored by a full layer.
+            packed_seq_params: documents packed along s (``cu_seqlens_q``), b = 1.
+
+        Returns:
+            ``((output [s/tp, b, h], None), selected [s, b, topk])``.
+        """
+        glm = self.glm
+        q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
+        length = q_latent.shape[0] * (self.tp_group.size() if self.config.sequence_parallel else 1)
+        start = document_starts(length, packed_seq_params, hidden_states.device)
+        position = torch.arange(length, device=hidden_states.device)
+        rope = rotary_cos_sin(
+            position - start, glm.qk_rope_head_dim, glm.rope_theta, hidden_states.dtype
+        )
+        rope = (rope[0].unsqueeze(1), rope[1].unsqueeze(1))
+        if self.core_attention.indexer is not None:
+            legal = (position.unsqueeze(0) <= position.unsqueeze(1)) & (
+                position.unsqueeze(0) >= start.unsqueeze(1)
+            )
+            selected = self.core_attention.indexer(hidden_states, q_latent, rope, legal)
+        if selected is None:
+            raise LayoutError(
+                f"layer {self.layer_number - 1} shares the indexer of layer {glm.indexer_source(self.layer_number - 1)}, "
+                "but no selection reached it; a pipeline stage must begin on a full-indexer layer"
+            )
+        output = self._attend(
+            self._queries(q_latent, rope), self._keys(hidden_states, rope), selected
+        )
+        return self.linear_proj(output), selected
+
+    def _queries(self, q_latent: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Absorbed queries ``[s, b, heads, kv_lora_rank + rope]``."""
+        glm = self.glm
+        q = self.linear_q_up_proj(q_latent)[0]
+        q = q.view(*q.shape[:2], self.heads, glm.qk_head_dim)
+        q_nope, q_rope = q.split([glm.qk_nope_head_dim, glm.qk_rope_head_dim], dim=-1)
+        q_rope = rotate(
+            q_rope, rope[0].unsqueeze(2), rope[1].unsqueeze(2), interleaved=glm.rope_interleave
+        )
+        absorbed = self._kv_up(q_nope, slice(0, glm.qk_nope_head_dim), contract="rows")
+        return torch.cat([absorbed, q_rope], dim=-1)
+
+    def _keys(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Latent and rotary key of every token, shared by all heads: ``[s, b, kv_lora_rank + rope]``."""
+        glm = self.glm
+        kv = self.linear_kv_down_proj(hidden_states)[0]
+        latent, k_rope = kv.split([glm.kv_lora_rank, glm.qk_rope_head_dim], dim=-1)
+        kv = torch.cat([self.kv_layernorm(latent), k_rope], dim=-1)
+        if self.tp_group.size() > 1:
+            # Each rank's heads use every key; backward sums the ranks' partial gradients (reduce-scatter).
+            kv = gather_from_sequence_parallel_region(kv, group=self.tp_group)
+        latent, k_rope = kv.split([glm.kv_lora_rank, glm.qk_rope_head_dim], dim=-1)
+        return torch.cat([latent, rotate(k_rope, *rope, interleaved=glm.rope_interleave)], dim=-1)
+
+    def _attend(self, query: Tensor, key: Tensor, selected: Tensor) -> Tensor:
+        """``[s, b, heads * v_head_dim]`` from absorbed queries, keys and the selection."""
+        glm = self.glm
+        latent = attend_selected(query, key, selected, self.scale, glm.kv_lora_rank)
+        rows = slice(glm.qk_nope_head_dim, glm.qk_nope_head_dim + glm.v_head_dim)
+        return self._kv_up(latent, rows, contract="cols").flatten(2)
+
+    def _kv_up(self, x: Tensor, rows: slice, *, contract: str) -> Tensor:
+        """Apply one half of ``kv_b_proj`` head by head to ``[s, b, heads, d]``, base and adapter."""
+        flat = x.flatten(0, 1)
+        linear = self.linear_kv_up_proj
+        y = frozen_head_matmul(flat, linear.base, rows, contract=contract)
+        for pair in linear.adapters.values():
+            b = pair.lora_B.view(self.heads, -1, pair.lora_B.shape[1])[:, rows]  # [heads, rows, r]
+            if contract == "rows":
+                y = y + torch.einsum("thd,hdr->thr", flat, b) @ pair.lora_A * pair.scale
+            else:
+                y = y + torch.einsum("thr,hdr->thd", flat @ pair.lora_A.t(), b) * pair.scale
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def attend_selected(
+    query: Tensor, key: Tensor, selected: Tensor, scale: float, value_dim: int
+) -> Tensor:
+    """Softmax attention of every query over its selected keys.
+
+    Args:
+        query: ``[s, b, heads, d]``.
+        key: ``[s, b, d]``, one for all heads; its first ``value_dim`` entries are the value.
+        selected: int64 ``[s, b, topk]``, -1 for an unused place.
+        scale: softmax scale; the softmax runs in fp32.
+
+    Returns:
+        ``[s, b, heads, value_dim]``.
+    """
+    q, k = query.permute(1, 2, 0, 3), key.transpose(0, 1).unsqueeze(1)
+    chosen = selected.transpose(0, 1)
+    # One column more than there are keys takes the unused places and is cut off again.
+    allowed = chosen.new_zeros(*chosen.shape[:2], key.shape[0] + 1, dtype=torch.bool)
+    allowed = allowed.scatter(-1, chosen.masked_fill(chosen < 0, key.shape[0]), True)[..., :-1]
+    scores = (q @ k.transpose(-1, -2)) * scale
+    scores = scores.float().masked_fill(~allowed.unsqueeze(1), float("-inf"))
+    probs = scores.softmax(-1).to(query.dtype)
+    return (probs @ k[..., :value_dim]).permute(2, 0, 1, 3)
+
+
+def document_starts(length: int, packed: PackedSeqParams | None, device: torch.device) -> Tensor:
+    """First position of the document that each of ``length`` packed tokens belongs to, int64 ``[length]``."""
+    start = torch.zeros(length, dtype=torch.int64, device=device)
+    if packed is None:
+        return start
+    bounds = packed.cu_seqlens_q.to(device=device, dtype=torch.int64)
+    position = torch.arange(length, device=device)
+    document = torch.searchsorted(bounds, position, right=True) - 1
+    return bounds[document.clamp(max=len(bounds) - 1)]

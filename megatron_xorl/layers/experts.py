@@ -1,0 +1,129 @@
+"""A bank of routed experts: frozen FP8 weights with an expert axis, and shared-outer LoRA on them.
+
+One idea (shared outer): the factor on the hidden side is one for all experts (gate/up A, down B), the factor on the
+intermediate side is per expert (gate/up B, down A). The shared halves are plain matrix products over all dispatched tokens;
+the per-expert halves run group by group.
+
+Under expert-tensor parallelism the intermediate dimension is cut: gate/up B and down A are cut with it, and the bank's output
+is a partial sum that the dispatcher reduces, the adapter's part included.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_xorl.config.model import GlmConfig
+from megatron_xorl.fp8.linear import frozen_grouped_linear
+from megatron_xorl.fp8.weight import FrozenWeight
+from megatron_xorl.layers.linear import buffer_device, divide
+from megatron_xorl.layers.lora import LoraPair
+
+__all__ = ["BankLinear", "ExpertBank"]
+
+
+class BankLinear(nn.Module):
+    """Frozen grouped linear ``[E_local, out_local, in_local]`` with LoRA pairs on its output slots."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        *,
+        config: TransformerConfig,
+        block: tuple[int, int] | None,
+    ) -> None:
+        super().__init__()
+        self.base = FrozenWeight(
+            shape, block=block, dtype=config.params_dtype, device=buffer_device(config)
+        )
+        self.adapters = nn.ModuleDict()
+        self.slots: dict[str, slice] = {}
+
+    def set_slots(self, leaves: tuple[str, ...]) -> None:
+        """Name the equal row ranges of the output, in order."""
+        step = self.base.shape[1] // len(leaves)
+        self.slots = {leaf: slice(i * step, (i + 1) * step) for i, leaf in enumerate(leaves)}
+
+    def attach(self, leaf: str, pair: LoraPair) -> None:
+        """Attach the factors of projection ``leaf``."""
+        self.adapters[leaf] = pair
+
+    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
+        """``[T, in]`` -> ``[T, out]``, tokens grouped by local expert."""
+        y = frozen_grouped_linear(x, self.base, tokens_per_expert)
+        if not self.adapters:
+            return y
+        parts = list(y.split([s.stop - s.start for s in self.slots.values()], dim=-1))
+        for index, leaf in enumerate(self.slots):
+            if leaf in self.adapters:
+                parts[index] = parts[index] + _bank_delta(self.adapters[leaf], x, tokens_per_expert)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _bank_delta(pair: LoraPair, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
+    hidden = _half(x, pair.lora_A, tokens_per_expert)
+    return _half(hidden, pair.lora_B, tokens_per_expert) * pair.scale
+
+
+def _half(x: Tensor, factor: Tensor, tokens_per_expert: list[int]) -> Tensor:
+    """Apply a factor ``[1 or E, out, in]``: one product if shared, one a group if per expert."""
+    if factor.shape[0] == 1 and len(tokens_per_expert) != 1:
+        return F.linear(x, factor[0])
+    # unbind keeps one backward node for the whole factor: experts without tokens get zeros, never None.
+    return torch.cat(
+        [
+            F.linear(part, w)
+            for part, w in zip(x.split(tokens_per_expert), factor.unbind(), strict=True)
+        ]
+    )
+
+
+class ExpertBank(nn.Module):
+    """The local experts of one MoE layer, in Megatron's experts interface.
+
+    ``linear_fc1`` holds gate|up ``[E_local, 2 I/etp, H]`` (gate rows first), ``linear_fc2`` holds down ``[E_local, H, I/etp]``.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: Any,
+        glm: GlmConfig,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        del name
+        self.config = config
+        self.num_local_experts = num_local_experts
+        width = divide(
+            glm.moe_intermediate_size,
+            pg_collection.expt_tp.size(),
+            "columns of the expert intermediate size",
+        )
+        block = glm.weight_block_size
+        self.linear_fc1 = BankLinear(
+            (num_local_experts, 2 * width, glm.hidden_size), config=config, block=block
+        )
+        self.linear_fc2 = BankLinear(
+            (num_local_experts, glm.hidden_size, width), config=config, block=block
+        )
+        self.linear_fc1.set_slots(("gate_proj", "up_proj"))
+        self.linear_fc2.set_slots(("down_proj",))
+
+    def forward(
+        self, dispatched_input: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """``[T, H]`` -> ``[T, H]``: tokens grouped by local expert, each output weighted by its fp32 probability."""
+        counts = tokens_per_expert.tolist()
+        gate, up = self.linear_fc1(dispatched_input, counts).chunk(2, dim=-1)
+        output = self.linear_fc2(F.silu(gate) * up, counts)
+        return (output * permuted_probs.unsqueeze(-1)).to(output.dtype), None
+
+    def backward_dw(self) -> None:
+        """Nothing: a frozen bank has no weight gradient."""

@@ -1,0 +1,222 @@
+"""LoRA-aware linears in the three parallel forms of Megatron: replicated, column-parallel, row-parallel.
+
+One idea: ``y = base(x) + sum over adapted projections of scale * B (A x)``, where the base is a frozen weight (block FP8 or
+dense), and *an adapter's output is in the same parallel state as its base's output*. A fused base (gate|up) keeps one frozen
+GEMM with independent logical factors on its row ranges (``slots``).
+
+Gradient ownership (no autograd hooks, no extra all-reduce): a factor that every tensor rank holds in full gets a partial
+gradient on each, because sequence parallelism gives each rank other tokens or other output rows; such a factor carries
+``sequence_parallel = True`` and Megatron sums it over the tensor group in ``finalize_model_grads``. A cut factor's gradient
+is complete on its rank.
+
+Refused: tensor parallelism without sequence parallelism, biases, gathered outputs of adapted column-parallel layers other
+than the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_xorl.errors import LayoutError
+from megatron_xorl.fp8.linear import frozen_linear
+from megatron_xorl.fp8.weight import FrozenWeight
+from megatron_xorl.layers.lora import LoraPair
+
+__all__ = ["AdaptedLinear", "ColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear"]
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear that LoRA pairs can be attached to.
+
+    Attributes:
+        base: the local frozen weight ``[out_local, in_local]``.
+        adapters: ``{leaf name: LoraPair}``, e.g. ``{"gate_proj": …, "up_proj": …}``.
+        slots: ``{leaf name: local output rows}``, in row order; set by :meth:`set_slots`, one slot by default.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        config: TransformerConfig,
+        block: tuple[int, int] | None,
+        tp_group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.tp_group = (
+            tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
+        )
+        self.sequence_parallel = config.sequence_parallel
+        if self.tp_group.size() > 1 and not self.sequence_parallel:
+            raise LayoutError(
+                f"tensor parallel size is {self.tp_group.size()} with sequence_parallel off; adapters need it on at TP > 1 "
+                "(their gradients are summed over the tensor group only then); pass --sequence-parallel"
+            )
+        self.base = FrozenWeight(
+            (out_features, in_features),
+            block=block,
+            dtype=config.params_dtype,
+            device=buffer_device(config),
+        )
+        self.adapters = nn.ModuleDict()
+        self.slots: dict[str, slice] = {}
+
+    def set_slots(self, leaves: tuple[str, ...]) -> None:
+        """Name the equal row ranges of the output, in order (``("gate_proj", "up_proj")`` for a fused base)."""
+        step = self.base.shape[0] // len(leaves)
+        self.slots = {leaf: slice(i * step, (i + 1) * step) for i, leaf in enumerate(leaves)}
+
+    def attach(self, leaf: str, pair: LoraPair) -> None:
+        """Attach the factors of projection ``leaf``."""
+        self.adapters[leaf] = pair
+
+    def _add_adapters(self, y: Tensor, x: Tensor, between: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add every adapter's delta; ``between`` moves the rank-r product to the base output's parallel state."""
+        if not self.adapters:
+            return y
+        if len(self.slots) == 1:
+            (pair,) = self.adapters.values()
+            return y + pair.up(between(pair.down(x)))
+        parts = list(y.split([s.stop - s.start for s in self.slots.values()], dim=-1))
+        for index, leaf in enumerate(self.slots):
+            if leaf in self.adapters:
+                pair = self.adapters[leaf]
+                parts[index] = parts[index] + pair.up(between(pair.down(x)))
+        return torch.cat(parts, dim=-1)
+
+    def backward_dw(self) -> None:
+        """Nothing: a frozen base has no weight gradient."""
+
+
+class ReplicatedLinear(AdaptedLinear):
+    """The whole weight on every tensor rank, applied to the rank's own part of the sequence.
+
+    Megatron's column-parallel form of the MLA down projections has wrong rope gradients at TP > 1, so ours are replicated.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        block: tuple[int, int] | None,
+        tp_group: dist.ProcessGroup | None = None,
+        **_megatron: Any,
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, block=block, tp_group=tp_group)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """``[..., in]`` -> ``([..., out], None)``; Megatron's (output, bias) convention."""
+        return self._add_adapters(frozen_linear(x, self.base), x, _same), None
+
+
+class ColumnParallelLinear(AdaptedLinear):
+    """Output rows cut over the tensor group.
+
+    With ``stride=2`` (Megatron's gate|up) the local rows are ``[gate_local | up_local]``.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        block: tuple[int, int] | None,
+        tp_group: dist.ProcessGroup | None = None,
+        gather_output: bool = False,
+        **_megatron: Any,
+    ) -> None:
+        group = (
+            tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
+        )
+        local = divide(output_size, group.size(), "output rows")
+        super().__init__(input_size, local, config=config, block=block, tp_group=group)
+        self.gather_output = gather_output
+
+    def forward(
+        self, x: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """``[s/tp, b, in]`` -> ``([s, b, out/tp], None)``.
+
+        ``weight`` must be None (there are no tied weights here); ``runtime_gather_output`` gathers the last dimension.
+        """
+        if weight is not None:
+            raise LayoutError(
+                "a weight was passed to a frozen linear; tied embeddings are not supported by GLM-5.2 specs"
+            )
+        y = self._add_adapters(frozen_linear(self._gather(x), self.base), x, self._gather)
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if gather and self.tp_group.size() > 1:
+            y = gather_from_tensor_model_parallel_region(y, group=self.tp_group)
+        return y, None
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Whole sequence from its parts; backward sums the ranks' contributions."""
+        if self.tp_group.size() == 1:
+            return x
+        return gather_from_sequence_parallel_region(x, group=self.tp_group)
+
+
+class RowParallelLinear(AdaptedLinear):
+    """Input columns cut over the tensor group; the partial outputs are summed and scattered over the sequence."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        block: tuple[int, int] | None,
+        tp_group: dist.ProcessGroup | None = None,
+        **_megatron: Any,
+    ) -> None:
+        group = (
+            tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
+        )
+        local = divide(input_size, group.size(), "input columns")
+        super().__init__(local, output_size, config=config, block=block, tp_group=group)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """``[s, b, in/tp]`` -> ``([s/tp, b, out], None)``."""
+        return self._add_adapters(self._reduce(frozen_linear(x, self.base)), x, self._reduce), None
+
+    def _reduce(self, y: Tensor) -> Tensor:
+        if self.tp_group.size() == 1:
+            return y
+        return reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def divide(size: int, world: int, what: str) -> int:
+    """``size / world``, or a LayoutError that names ``what`` cannot be cut."""
+    if size % world:
+        raise LayoutError(
+            f"{size} {what} cannot be cut over {world} tensor ranks; use a divisor of {size}"
+        )
+    return size // world
+
+
+def buffer_device(config: TransformerConfig) -> torch.device | str:
+    """Where frozen buffers are allocated under this config."""
+    if config.init_model_with_meta_device:
+        return "meta"
+    return "cpu" if config.use_cpu_initialization else torch.cuda.currentbuffer_device()

@@ -1,0 +1,200 @@
+"""Read and write adapter directories: ``adapter_config.json`` beside one safetensors file, or shards and an index above a size.
+
+The file holds exactly the factors that trained: A and B in pairs, no zero-size tensor, key set
+equal to the list it was written from. Writing goes to a sibling directory that is renamed when it
+is complete; an existing output is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_xorl.adapters.formats import adapter_document, file_key
+from megatron_xorl.adapters.inventory import Factor
+from megatron_xorl.config.adapter import AdapterConfig
+from megatron_xorl.errors import AdapterError
+from megatron_xorl.weights.writer import write_checkpoint
+
+__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "AdapterFile", "write_adapter"]
+
+CONFIG_NAME = "adapter_config.json"
+STEM = "adapter_model"
+WEIGHTS_NAME = f"{STEM}.safetensors"
+INDEX_NAME = f"{STEM}.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+
+
+def write_adapter(
+    out: Path,
+    factors: tuple[Factor, ...],
+    tensors: Mapping[str, Tensor],
+    adapter: AdapterConfig,
+    *,
+    base_model: str,
+    base_fingerprint: str,
+    max_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write an adapter directory in ``sglang_shared_outer`` form.
+
+    Args:
+        out: directory to make; must not exist.
+        factors: the factors that trained, in inventory order.
+        tensors: ``{factor name: tensor of its full logical shape}``, exactly those factors.
+        adapter: the configuration that trained them.
+        base_model, base_fingerprint: the base they were trained on.
+        max_bytes: above this the weights are sharded with an index.
+
+    Raises:
+        AdapterError: ``out`` exists, a factor is missing, half a pair, or of another shape.
+    """
+    if out.exists():
+        raise AdapterError(f"{out} exists; choose another output directory or remove it")
+    _check_complete(factors, tensors)
+    document = adapter_document(
+        adapter, factors, base_model=base_model, base_fingerprint=base_fingerprint
+    )
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    named = {file_key(factor): tensors[factor.name].contiguous() for factor in factors}
+    size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
+    if size <= max_bytes:
+        save_file(named, partial / WEIGHTS_NAME, metadata={"format": "pt"})
+    else:
+        write_checkpoint(partial, named, max_bytes=max_bytes, stem=STEM)
+    (partial / CONFIG_NAME).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    os.rename(partial, out)
+    return out
+
+
+def _check_complete(factors: tuple[Factor, ...], tensors: Mapping[str, Tensor]) -> None:
+    faults = []
+    sides: dict[str, str] = {}
+    for factor in factors:
+        sides[factor.target] = sides.get(factor.target, "") + factor.side
+        tensor = tensors.get(factor.name)
+        if tensor is None:
+            faults.append(f"{factor.name} is missing")
+        elif tuple(tensor.shape) != factor.shape or tensor.numel() == 0:
+            faults.append(f"{factor.name} is {list(tensor.shape)}, expected {list(factor.shape)}")
+    faults += [
+        f"{target} has only lora_{found}"
+        for target, found in sides.items()
+        if sorted(found) != ["A", "B"]
+    ]
+    faults += [
+        f"{name} is not a factor of this adapter"
+        for name in tensors.keys() - {factor.name for factor in factors}
+    ]
+    if faults:
+        raise AdapterError(f"the adapter is incomplete: {'; '.join(faults[:5])}")
+
+
+class AdapterFile:
+    """An adapter directory on disk.
+
+    Args:
+        directory: as written by :func:`write_adapter`.
+
+    Raises:
+        AdapterError: files are missing or damaged, or the directory was not written by this package.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = Path(directory)
+        self.document = self._read_config()
+        own = self.document.get("megatron_xorl")
+        if not isinstance(own, dict) or own.get("format") != "sglang_shared_outer":
+            raise AdapterError(
+                f"{self.directory / CONFIG_NAME} has no megatron_xorl section with format sglang_shared_outer; "
+                "only adapters written by megatron-xorl can be loaded"
+            )
+        self.adapter = AdapterConfig.from_dict(own["adapter"], str(self.directory / CONFIG_NAME))
+        self.base_fingerprint: str = own["base_fingerprint"]
+        self._files = self._locate()
+
+    def keys(self) -> set[str]:
+        """Keys of all tensors in the file or its shards."""
+        return set(self._files)
+
+    def read(self, factor: Factor, slices: tuple[slice, ...] | None = None) -> Tensor:
+        """Return a factor, or the part of it given by one slice an axis.
+
+        Raises:
+            AdapterError: it is not in the file or has another shape.
+        """
+        key = file_key(factor)
+        if key not in self._files:
+            raise AdapterError(
+                f"{self.directory} holds no {key}; it was trained with other targets or another scope"
+            )
+        with safe_open(
+            str(self.directory / self._files[key]), framework="pt", device="cpu"
+        ) as stream:
+            part = stream.get_slice(key)
+            if tuple(part.get_shape()) != factor.shape:
+                raise AdapterError(
+                    f"{key} is {part.get_shape()}, the model needs {list(factor.shape)}; it is of another base or rank"
+                )
+            return part[slices] if slices is not None else stream.get_tensor(key)
+
+    def check_keys(self, factors: tuple[Factor, ...]) -> None:
+        """Compare the file's keys with the factors of a model, both ways.
+
+        Raises:
+            AdapterError: lists what is missing and what is extra.
+        """
+        wanted = {file_key(factor) for factor in factors}
+        missing, extra = sorted(wanted - self.keys()), sorted(self.keys() - wanted)
+        if missing or extra:
+            raise AdapterError(
+                f"{self.directory} does not fit the model: {len(missing)} factors missing{_first(missing)}, "
+                f"{len(extra)} extra{_first(extra)}; load it with the adapter config it was trained with"
+            )
+
+    def _read_config(self) -> dict[str, Any]:
+        path = self.directory / CONFIG_NAME
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise AdapterError(
+                f"{self.directory} has no {CONFIG_NAME}; give the folder of an exported adapter"
+            ) from None
+        except ValueError as error:
+            raise AdapterError(f"{path} is no JSON ({error}); export the adapter again") from error
+        if not isinstance(document, dict):
+            raise AdapterError(f"{path} holds no JSON object; export the adapter again")
+        return document
+
+    def _locate(self) -> dict[str, str]:
+        """``{key: file name}``, every file opened once to see that it is whole."""
+        index = self.directory / INDEX_NAME
+        names = [WEIGHTS_NAME]
+        if index.is_file():
+            names = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        located: dict[str, str] = {}
+        for name in names:
+            path = self.directory / name
+            try:
+                with safe_open(str(path), framework="pt", device="cpu") as stream:
+                    located.update(dict.fromkeys(stream.keys(), name))
+            except Exception as error:  # safetensors raises its own type, not an OSError
+                raise AdapterError(
+                    f"{path} cannot be read ({error}); export the adapter again"
+                ) from error
+        return located
+
+
+def _first(names: list[str]) -> str:
+    return f" (first {names[0]})" if names else ""

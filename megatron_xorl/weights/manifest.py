@@ -1,0 +1,100 @@
+"""Manifests: a directory is complete if and only if its manifest exists and every file it lists is what it says.
+
+The manifest is one JSON document with, for each file, its size and SHA-256. It is written last, after every file is on disk
+(fsync), so a killed writer leaves a directory that plainly is not a checkpoint. Renaming is only tidiness.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_xorl.errors import CheckpointError
+
+__all__ = ["MANIFEST", "describe_files", "read_manifest", "verify_files", "write_manifest"]
+
+MANIFEST = "manifest.json"
+
+
+def describe_files(directory: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Flush ``names`` to disk and return ``{name: {"size", "sha256"}}``."""
+    described = {}
+    for name in names:
+        path = directory / name
+        _fsync(path)
+        described[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    return described
+
+
+def write_manifest(directory: Path, document: dict[str, Any]) -> None:
+    """Write the manifest and flush it and the directory; ``document["files"]`` holds what :func:`describe_files` returned."""
+    path = directory / MANIFEST
+    partial = directory / f"{MANIFEST}.partial"
+    with open(partial, "w", encoding="utf-8") as stream:
+        json.dump(document, stream, indent=1, sort_keys=True)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, path)
+    _fsync(directory)
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return the manifest of a directory.
+
+    Raises:
+        CheckpointError: there is none (the writer was killed, or this is not a checkpoint), or it is no JSON document.
+    """
+    path = directory / MANIFEST
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{directory} has no {MANIFEST}: saving it was interrupted or it is no checkpoint; use another iteration"
+        ) from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); the checkpoint is damaged: use another iteration"
+        ) from error
+    if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
+        raise CheckpointError(
+            f"{path} is not a checkpoint manifest; the checkpoint is damaged: use another iteration"
+        )
+    return document
+
+
+def verify_files(directory: Path, files: dict[str, dict[str, Any]], *, hashes: bool = True) -> None:
+    """Compare files on disk with a manifest's ``files``.
+
+    Raises:
+        CheckpointError: names every file that is missing, of another size, or of other content.
+    """
+    faults = []
+    for name, expected in files.items():
+        path = directory / name
+        if not path.is_file():
+            faults.append(f"{name} is missing")
+        elif path.stat().st_size != expected["size"]:
+            faults.append(
+                f"{name} has {path.stat().st_size} bytes, the manifest says {expected['size']}"
+            )
+        elif hashes and _sha256(path) != expected["sha256"]:
+            faults.append(f"{name} has other content than when it was saved (SHA-256 differs)")
+    if faults:
+        raise CheckpointError(f"{directory} is damaged: {'; '.join(faults)}; use another iteration")
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,279 @@
+"""The one table: every tensor of a GLM-5 family checkpoint, and the Megatron parameter it becomes.
+
+One row a tensor, written once, read in both directions. ``{layer}`` and ``{expert}`` are filled in
+by :func:`hf_tensors`, which returns exactly the tensors a checkpoint of that config holds, in model
+order. BF16 GLM-5.2: 59,585 tensors, of which 791 are the MTP layer 78.
+
+Facts the table encodes:
+
+* Megatron fuses gate and up into ``linear_fc1`` (``part`` 0 is gate, the upper half; 1 is up) and
+  banks the experts (``expert`` is the index on the leading axis of the bank).
+* A layer whose ``indexer_types`` entry is ``shared`` owns no indexer tensors.
+* MTP layers (``model.layers.{num_hidden_layers}`` and on) are carried through conversion and never
+  built: ``megatron`` is None.
+* ``fp8`` rows have a companion ``<name>_scale_inv`` in an FP8 checkpoint. Norms, the router, the
+  indexer's ``weights_proj`` and ``k_norm``, ``eh_proj``, the embedding and the head stay bf16;
+  ``e_score_correction_bias`` is fp32 from file to file.
+
+Imports no torch: listing what a checkpoint must hold takes a config and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron_xorl.config.model import GlmConfig
+
+__all__ = ["SCALE_SUFFIX", "TensorRow", "hf_tensors", "mtp_prefixes", "row_for", "rows_by_name"]
+
+SCALE_SUFFIX = "_scale_inv"
+"""``<weight>_scale_inv`` holds the block scales of an FP8 weight; despite the name they multiply."""
+
+
+class TensorRow(NamedTuple):
+    """One tensor of the checkpoint.
+
+    ``shape`` is the full tensor's; ``tp_axis`` the axis that tensor parallelism cuts (for routed experts: expert tensor
+    parallelism), None when replicated. ``region`` is one of the five adapter regions, or embedding, norm, indexer, router, mtp.
+    """
+
+    hf: str
+    megatron: str | None
+    part: int | None
+    expert: int | None
+    shape: tuple[int, ...]
+    dtype: str
+    """``fp8``, ``bf16`` or ``fp32``."""
+    region: str
+    tp_axis: int | None
+    layer: int | None
+    scale_shape: tuple[int, ...] | None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the file holds e4m3 codes with a scale companion."""
+        return self.scale_shape is not None
+
+    @property
+    def scale_name(self) -> str | None:
+        """Name of the scale companion, None for tensors that are not quantised."""
+        return self.hf + SCALE_SUFFIX if self.scale_shape is not None else None
+
+
+class _Row(NamedTuple):
+    hf: str
+    megatron: str | None
+    part: int | None
+    shape: str
+    kind: str
+    region: str
+    tp_axis: int | None
+
+
+# Sizes, by config key: H hidden_size, V vocab_size, F intermediate_size, M moe_intermediate_size, S M * n_shared_experts,
+# E n_routed_experts, Q q_lora_rank, C kv_lora_rank, CR kv_lora_rank + qk_rope_head_dim, HQ heads * (nope + rope),
+# HKV heads * (nope + v), HV heads * v, IH index_n_heads, ID index_head_dim, IQ index_n_heads * index_head_dim, 2H twice H.
+# kind: fp8 = e4m3 with scales when the checkpoint is quantised, bf16 otherwise.
+# fmt: off
+_TOP = (
+    #    Hugging Face                    Megatron                             part  shape    kind    region       tp
+    _Row("model.embed_tokens.weight",    "embedding.word_embeddings.weight",  None, "V H",   "bf16", "embedding", 0),
+)
+_END = (
+    _Row("model.norm.weight",            "decoder.final_layernorm.weight",    None, "H",     "bf16", "norm",      None),
+    _Row("lm_head.weight",               "output_layer.weight",               None, "V H",   "bf16", "lm_head",   0),
+)
+# Every row below is preceded by model.layers.{layer}. and decoder.layers.{layer}.
+_ATTENTION = (
+    _Row("input_layernorm.weight",             "input_layernorm.weight",                   None, "H",     "bf16", "norm",      None),
+    _Row("self_attn.q_a_proj.weight",          "self_attention.linear_q_down_proj.weight", None, "Q H",   "fp8",  "attention", None),
+    _Row("self_attn.q_a_layernorm.weight",     "self_attention.q_layernorm.weight",        None, "Q",     "bf16", "norm",      None),
+    _Row("self_attn.q_b_proj.weight",          "self_attention.linear_q_up_proj.weight",   None, "HQ Q",  "fp8",  "attention", 0),
+    _Row("self_attn.kv_a_proj_with_mqa.weight", "self_attention.linear_kv_down_proj.weight", None, "CR H", "fp8", "attention", None),
+    _Row("self_attn.kv_a_layernorm.weight",    "self_attention.kv_layernorm.weight",       None, "C",     "bf16", "norm",      None),
+    _Row("self_attn.kv_b_proj.weight",         "self_attention.linear_kv_up_proj.weight",  None, "HKV C", "fp8",  "attention", 0),
+    _Row("self_attn.o_proj.weight",            "self_attention.linear_proj.weight",        None, "H HV",  "fp8",  "attention", 1),
+)
+_INDEXER = (
+    _Row("self_attn.indexer.wq_b.weight",         "self_attention.core_attention.indexer.linear_wq_b.weight",         None, "IQ Q", "fp8",  "indexer", None),
+    _Row("self_attn.indexer.wk.weight",           "self_attention.core_attention.indexer.linear_wk.weight",           None, "ID H", "fp8",  "indexer", None),
+    _Row("self_attn.indexer.k_norm.weight",       "self_attention.core_attention.indexer.k_norm.weight",              None, "ID",   "bf16", "indexer", None),
+    _Row("self_attn.indexer.k_norm.bias",         "self_attention.core_attention.indexer.k_norm.bias",                None, "ID",   "bf16", "indexer", None),
+    _Row("self_attn.indexer.weights_proj.weight", "self_attention.core_attention.indexer.linear_weights_proj.weight", None, "IH H", "bf16", "indexer", None),
+)
+_MLP_NORM = (
+    _Row("post_attention_layernorm.weight",    "pre_mlp_layernorm.weight",     None, "H",   "bf16", "norm",      None),
+)
+_DENSE = (
+    _Row("mlp.gate_proj.weight",               "mlp.linear_fc1.weight",        0,    "F H", "fp8",  "dense_mlp", 0),
+    _Row("mlp.up_proj.weight",                 "mlp.linear_fc1.weight",        1,    "F H", "fp8",  "dense_mlp", 0),
+    _Row("mlp.down_proj.weight",               "mlp.linear_fc2.weight",        None, "H F", "fp8",  "dense_mlp", 1),
+)
+_ROUTER = (
+    _Row("mlp.gate.weight",                    "mlp.router.weight",            None, "E H", "bf16", "router",    None),
+    _Row("mlp.gate.e_score_correction_bias",   "mlp.router.expert_bias",       None, "E",   "fp32", "router",    None),
+)
+_EXPERT = (
+    _Row("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.linear_fc1.weight", 0,    "M H", "fp8", "routed_experts", 0),
+    _Row("mlp.experts.{expert}.up_proj.weight",   "mlp.experts.linear_fc1.weight", 1,    "M H", "fp8", "routed_experts", 0),
+    _Row("mlp.experts.{expert}.down_proj.weight", "mlp.experts.linear_fc2.weight", None, "H M", "fp8", "routed_experts", 1),
+)
+_SHARED = (
+    _Row("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.linear_fc1.weight", 0,    "S H", "fp8", "shared_experts", 0),
+    _Row("mlp.shared_experts.up_proj.weight",   "mlp.shared_experts.linear_fc1.weight", 1,    "S H", "fp8", "shared_experts", 0),
+    _Row("mlp.shared_experts.down_proj.weight", "mlp.shared_experts.linear_fc2.weight", None, "H S", "fp8", "shared_experts", 1),
+)
+# The MTP layer: these four, then a whole MoE layer with an indexer of its own.
+_MTP = (
+    _Row("enorm.weight",            None, None, "H",    "bf16", "mtp", None),
+    _Row("hnorm.weight",            None, None, "H",    "bf16", "mtp", None),
+    _Row("eh_proj.weight",          None, None, "H 2H", "bf16", "mtp", None),
+    _Row("shared_head.norm.weight", None, None, "H",    "bf16", "mtp", None),
+)
+# fmt: on
+
+
+def hf_tensors(config: GlmConfig) -> tuple[TensorRow, ...]:
+    """Return every tensor a checkpoint of ``config`` holds, in model order, MTP layers last. Scales are not rows of their own."""
+    return _hf_tensors(config)
+
+
+def rows_by_name(config: GlmConfig) -> dict[str, TensorRow]:
+    """Return the rows keyed by Hugging Face name."""
+    return {row.hf: row for row in hf_tensors(config)}
+
+
+def row_for(
+    config: GlmConfig, megatron: str, part: int | None = None, expert: int | None = None
+) -> TensorRow:
+    """Return the row of a Megatron parameter: its full name, the half of a fused gate/up, the expert of a bank.
+
+    Raises:
+        KeyError: no tensor of the checkpoint becomes that parameter.
+    """
+    return _by_megatron(config)[(megatron, part, expert)]
+
+
+def mtp_prefixes(config: GlmConfig) -> tuple[str, ...]:
+    """Return ``model.layers.N.`` of each multi-token-prediction layer."""
+    first = config.num_hidden_layers
+    return tuple(
+        f"model.layers.{layer}." for layer in range(first, first + config.num_nextn_predict_layers)
+    )
+
+
+@lru_cache(maxsize=8)
+def _hf_tensors(config: GlmConfig) -> tuple[TensorRow, ...]:
+    return tuple(_walk(config))
+
+
+@lru_cache(maxsize=8)
+def _by_megatron(config: GlmConfig) -> dict[tuple[str, int | None, int | None], TensorRow]:
+    return {(r.megatron, r.part, r.expert): r for r in hf_tensors(config) if r.megatron is not None}
+
+
+def _walk(config: GlmConfig) -> Iterator[TensorRow]:
+    expand = _Expander(config)
+    yield from expand(_TOP)
+    for layer in range(config.num_hidden_layers):
+        full = config.indexer_types[layer] == "full"
+        yield from expand(_ATTENTION + (_INDEXER if full else ()) + _MLP_NORM, layer)
+        yield from _mlp(expand, config, layer, dense=config.is_dense(layer))
+    yield from expand(_END)
+    for offset in range(config.num_nextn_predict_layers):
+        layer = config.num_hidden_layers + offset
+        for row in (
+            *expand(_MTP + _ATTENTION + _INDEXER + _MLP_NORM, layer),
+            *_mlp(expand, config, layer, dense=False),
+        ):
+            yield row._replace(megatron=None, part=None, expert=None, region="mtp", tp_axis=None)
+
+
+def _mlp(expand: _Expander, config: GlmConfig, layer: int, *, dense: bool) -> Iterator[TensorRow]:
+    if dense:
+        yield from expand(_DENSE, layer)
+        return
+    yield from expand(_ROUTER, layer)
+    for expert in range(config.n_routed_experts):
+        yield from expand(_EXPERT, layer, expert)
+    yield from expand(_SHARED, layer)
+
+
+class _Expander:
+    """Fills layer, expert and sizes into table rows."""
+
+    def __init__(self, config: GlmConfig) -> None:
+        self._block = config.weight_block_size
+        sizes = _sizes(config)
+        rows = (
+            *_TOP,
+            *_END,
+            *_ATTENTION,
+            *_INDEXER,
+            *_MLP_NORM,
+            *_DENSE,
+            *_ROUTER,
+            *_EXPERT,
+            *_SHARED,
+            *_MTP,
+        )
+        self._shapes = {row.shape: tuple(sizes[size] for size in row.shape.split()) for row in rows}
+
+    def __call__(
+        self, rows: tuple[_Row, ...], layer: int | None = None, expert: int | None = None
+    ) -> Iterator[TensorRow]:
+        for row in rows:
+            shape = self._shapes[row.shape]
+            scales = (
+                _grid(shape, self._block) if row.kind == "fp8" and self._block is not None else None
+            )
+            yield TensorRow(
+                hf=_full_name("model", row.hf, layer, expert),
+                megatron=None
+                if row.megatron is None
+                else _full_name("decoder", row.megatron, layer, expert),
+                part=row.part,
+                expert=expert,
+                shape=shape,
+                dtype="bf16" if row.kind == "fp8" and scales is None else row.kind,
+                region=row.region,
+                tp_axis=row.tp_axis,
+                layer=layer,
+                scale_shape=scales,
+            )
+
+
+def _full_name(stem: str, name: str, layer: int | None, expert: int | None) -> str:
+    if expert is not None:
+        name = name.replace("{expert}", str(expert))
+    return name if layer is None else f"{stem}.layers.{layer}.{name}"
+
+
+def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, int]:
+    """Ceil-divide; the torch side of the package has the same rule in ``fp8.format.block_grid``, a test holds them together."""
+    return -(-shape[0] // block[0]), -(-shape[1] // block[1])
+
+
+def _sizes(config: GlmConfig) -> dict[str, int]:
+    heads, nope, v = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+    return {
+        "H": config.hidden_size,
+        "2H": 2 * config.hidden_size,
+        "V": config.vocab_size,
+        "F": config.intermediate_size,
+        "M": config.moe_intermediate_size,
+        "S": config.moe_intermediate_size * config.n_shared_experts,
+        "E": config.n_routed_experts,
+        "Q": config.q_lora_rank,
+        "C": config.kv_lora_rank,
+        "CR": config.kv_lora_rank + config.qk_rope_head_dim,
+        "HQ": heads * (nope + config.qk_rope_head_dim),
+        "HKV": heads * (nope + v),
+        "HV": heads * v,
+        "IH": config.index_n_heads,
+        "ID": config.index_head_dim,
+        "IQ": config.index_n_heads * config.index_head_dim,
+    }

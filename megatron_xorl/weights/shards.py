@@ -1,0 +1,116 @@
+"""One safetensors file: its header, read and checked without mapping the data.
+
+A safetensors file is 8 bytes of header length (little-endian), a JSON header of name -> dtype,
+shape, data_offsets, and the data. Everything that a truncated, empty or damaged file gets wrong
+shows in the header against the file's size, so it can be named before a byte of weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_xorl.errors import WeightsError
+
+__all__ = ["DTYPE_BYTES", "Entry", "read_header"]
+
+DTYPE_BYTES = {
+    "F8_E4M3": 1,
+    "U8": 1,
+    "I8": 1,
+    "BOOL": 1,
+    "BF16": 2,
+    "F16": 2,
+    "I16": 2,
+    "F32": 4,
+    "I32": 4,
+    "F64": 8,
+    "I64": 8,
+}
+"""Bytes of an element by safetensors dtype name; a dtype outside this table is refused by name."""
+
+_LENGTH_BYTES = 8
+
+
+class Entry(NamedTuple):
+    """Where one tensor lies in its file; ``start`` and ``stop`` are absolute file offsets."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """Return the tensors of a safetensors file by name.
+
+    Raises:
+        WeightsError: the file is missing, empty, truncated, its header is no JSON, or an entry does not fit its dtype and shape.
+    """
+    size = _file_size(path)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if _LENGTH_BYTES + length > size:
+            raise WeightsError(
+                f"{path.name} is truncated or no safetensors file: its header claims {length} bytes, the file has {size}; "
+                "fetch it again"
+            )
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{path.name}: the safetensors header is damaged ({error}); fetch the file again"
+        ) from error
+    if not isinstance(header, dict):
+        raise WeightsError(
+            f"{path.name}: the safetensors header is no JSON object; fetch the file again"
+        )
+    header.pop("__metadata__", None)
+    data = _LENGTH_BYTES + length
+    return {name: _entry(path, name, fields, data, size) for name, fields in header.items()}
+
+
+def _file_size(path: Path) -> int:
+    if not path.is_file():
+        raise WeightsError(f"{path.name} is missing; the index names it, fetch it")
+    size = path.stat().st_size
+    if size < _LENGTH_BYTES:
+        raise WeightsError(
+            f"{path.name} has {size} bytes, a safetensors file starts with {_LENGTH_BYTES}; fetch it again"
+        )
+    return size
+
+
+def _entry(path: Path, name: str, fields: Any, data: int, size: int) -> Entry:
+    try:
+        dtype, shape = str(fields["dtype"]), tuple(int(side) for side in fields["shape"])
+        start, stop = (data + int(offset) for offset in fields["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightsError(
+            f"{path.name}: the header entry of {name} is damaged; fetch the file again"
+        ) from error
+    if dtype not in DTYPE_BYTES:
+        raise WeightsError(
+            f"{path.name}: {name} has dtype {dtype}, expected one of {sorted(DTYPE_BYTES)}"
+        )
+    if stop > size or start < data:
+        raise WeightsError(
+            f"{path.name} is truncated: {name} ends at byte {stop}, the file has {size}; fetch it again"
+        )
+    needed = math.prod(shape) * DTYPE_BYTES[dtype]
+    if stop - start != needed or min(shape, default=0) < 0:
+        raise WeightsError(
+            f"{path.name}: {name} has {stop - start} bytes, {dtype} {list(shape)} needs {needed}; fetch the file again"
+        )
+    return Entry(dtype, shape, start, stop)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    key, count = Counter(key for key, _ in pairs).most_common(1)[0] if pairs else ("", 1)
+    if count > 1:
+        raise ValueError(f"key {key!r} appears twice")
+    return dict(pairs)
