@@ -1,0 +1,201 @@
+"""Chat JSONL to fixed-length samples.
+
+One JSON object a line with ``messages``. A sample of ``n`` tokens becomes ``n - 1`` inputs and
+their ``n - 1`` shifted labels, padded to ``seq_length``; positions that are not trained have the
+label -100 and loss weight 0. The whole file is read and rendered when the dataset is built, so that
+a fault in line 9,000 is named before the first step and not after an hour.
+
+Samples come in file order. :class:`TrainingSamples` is the view a run trains on: sample ``i`` of
+the run is sample ``i mod N`` of the file, so a position in the data is one number and a resumed run
+continues at it.
+
+Refused, by file and line: see :class:`ChatDataset` and :func:`check_batches`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from megatron_xorl.errors import DataError
+from megatron_xorl.training.chat import ChatTokenizer, render
+
+__all__ = ["IGNORED", "ChatDataset", "TrainingSamples", "check_batches"]
+
+log = logging.getLogger(__name__)
+
+IGNORED = -100
+"""Label of a position that is not trained, as in torch's cross entropy."""
+
+
+class _Sample(NamedTuple):
+    tokens: Tensor  # int32 [n]
+    trained: Tensor  # bool [n]
+
+
+class ChatDataset(Dataset[dict[str, Tensor]]):
+    """The samples of one chat JSONL file.
+
+    Items are ``{tokens, labels, position_ids}`` int64 and ``loss_mask`` float32, each ``[seq_length]``.
+
+    Args:
+        path: of the JSONL file.
+        tokenizer: of the model.
+        seq_length: inputs a sample; padded to it.
+        truncate: cut longer samples at the end instead of refusing them.
+        thinking: see :func:`megatron_xorl.training.chat.render`.
+
+    Raises:
+        DataError: the file is missing or empty, a line is no JSON, has no messages or no assistant turn, is longer than
+            ``seq_length``, or has no label left after truncation.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        tokenizer: ChatTokenizer,
+        *,
+        seq_length: int,
+        truncate: bool = False,
+        thinking: bool = False,
+    ) -> None:
+        if seq_length < 1:
+            raise DataError(f"seq_length is {seq_length}, expected at least 1")
+        self.path, self.seq_length, self.pad_id = Path(path), seq_length, tokenizer.pad_id
+        self._samples = []
+        for number, line in _lines(self.path):
+            where = f"{self.path} line {number}"
+            self._samples.append(_sample(where, line, tokenizer, seq_length, truncate, thinking))
+        if not self._samples:
+            raise DataError(f"{self.path} is empty; expected one JSON object with messages a line")
+
+    def __len__(self) -> int:
+        """Number of samples in the file."""
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return sample ``index``, padded."""
+        sample = self._samples[index]
+        used = sample.tokens.numel() - 1
+        tokens = torch.full((self.seq_length,), self.pad_id, dtype=torch.int64)
+        labels = torch.full((self.seq_length,), IGNORED, dtype=torch.int64)
+        tokens[:used] = sample.tokens[:-1]
+        labels[:used] = torch.where(sample.trained[1:], sample.tokens[1:].long(), IGNORED)
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": (labels != IGNORED).float(),
+            "position_ids": torch.arange(self.seq_length),
+        }
+
+
+class TrainingSamples(Dataset[dict[str, Tensor]]):
+    """The samples of a whole run: ``steps * global_batch`` of them, the file in order, again and again.
+
+    Args:
+        dataset: of the file.
+        steps: optimizer steps of the run.
+        global_batch: samples a step.
+        repeat: allow a file that is smaller than one global batch.
+
+    Raises:
+        DataError: the file is smaller than one global batch and ``repeat`` is off.
+    """
+
+    def __init__(
+        self, dataset: ChatDataset, *, steps: int, global_batch: int, repeat: bool = False
+    ) -> None:
+        size = len(dataset)
+        if size < global_batch:
+            if not repeat:
+                raise DataError(
+                    f"{dataset.path} has {size} samples, fewer than one global batch of {global_batch}; "
+                    "add data, lower batch.global, or set data.repeat: true to repeat it in order"
+                )
+            log.info(
+                "%s: %d samples are repeated in order to fill global batches of %d",
+                dataset.path,
+                size,
+                global_batch,
+            )
+        self.dataset, self._length = dataset, steps * global_batch
+
+    def __len__(self) -> int:
+        """Samples of the run."""
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return sample ``index`` of the run, which is ``index mod N`` of the file."""
+        if not 0 <= index < self._length:
+            raise IndexError(f"sample {index} of {self._length}")
+        return self.dataset[index % len(self.dataset)]
+
+
+def check_batches(*, micro: int, global_batch: int, data_parallel: int) -> int:
+    """Return the number of microbatches a step.
+
+    Raises:
+        DataError: the global batch is not a multiple of ``micro * data_parallel``.
+    """
+    share = micro * data_parallel
+    if min(micro, global_batch, data_parallel) < 1 or global_batch % share:
+        raise DataError(
+            f"global batch {global_batch} is not a multiple of micro batch {micro} x data parallel {data_parallel} = {share}; "
+            f"use {max(1, round(global_batch / max(share, 1))) * share} or change batch.micro"
+        )
+    return global_batch // share
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; data.train is the path of a chat JSONL file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    # split at newlines alone: str.splitlines would also cut at U+2028 inside a JSON string
+    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+
+
+def _sample(
+    where: str, line: str, tokenizer: ChatTokenizer, seq_length: int, truncate: bool, thinking: bool
+) -> _Sample:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(
+            f"{where} is not JSON ({error}); expected an object with messages"
+        ) from error
+    if not isinstance(record, dict) or "messages" not in record:
+        raise DataError(f"{where} has no messages; expected an object with a list of them")
+    if record.get("tools"):
+        raise DataError(
+            f"{where} has tools, which are not rendered; write them into the system message"
+        )
+    try:
+        tokens, trained = render(record["messages"], tokenizer, thinking=thinking)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not any(trained):
+        raise DataError(
+            f"{where} has no assistant turn, so nothing to train; add one or remove the line"
+        )
+    if len(tokens) - 1 > seq_length:
+        if not truncate:
+            raise DataError(
+                f"{where} needs {len(tokens) - 1} positions, seq_length is {seq_length}; raise it, shorten the sample, or set "
+                "data.truncate: true to cut it at the end"
+            )
+        tokens, trained = tokens[: seq_length + 1], trained[: seq_length + 1]
+        if not any(trained[1:]):
+            raise DataError(
+                f"{where} has no label left after truncation to seq_length {seq_length}; "
+                "raise it or shorten the prompt"
+            )
+    return _Sample(torch.tensor(tokens, dtype=torch.int32), torch.tensor(trained))

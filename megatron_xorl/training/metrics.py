@@ -1,0 +1,74 @@
+"""``metrics.jsonl``: one line an iteration, and the progress bar on a terminal.
+
+Keys: ``iteration``, ``loss`` (mean over the trained tokens of the global batch), ``grad_norm``,
+``lr``, ``tokens_per_s`` (tokens of the global batch, padding included, over the wall time since the
+previous iteration). The rank that knows the loss writes; losses and norms are written with all
+their digits, so that two runs can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+__all__ = ["MetricsLog"]
+
+
+class MetricsLog:
+    """Receives every finished iteration from Megatron's loop.
+
+    Args:
+        args: Megatron's arguments; ``metrics`` is the file to append to, nothing is written when it is None.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self.path = Path(args.metrics) if args.metrics else None
+        self.tokens = args.global_batch_size * args.seq_length
+        self.total = args.train_iters
+        self.last = time.perf_counter()
+        self.bar: Progress | None = None
+
+    def on_iteration(
+        self, *, iteration: int, losses: dict[str, Any], learning_rate: float | None, grad_norm: Any
+    ) -> None:
+        """Write one line; called on every rank, written by the last one (Megatron keeps the loss on the last stage)."""
+        now = time.perf_counter()
+        elapsed, self.last = now - self.last, now
+        if dist.get_rank() != dist.get_world_size() - 1 or "lm loss" not in losses:
+            return
+        line = {
+            "iteration": iteration,
+            "loss": float(losses["lm loss"]),
+            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "lr": learning_rate,
+            "tokens_per_s": round(self.tokens / elapsed, 1),
+        }
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(line) + "\n")
+        self._show(line)
+
+    def _show(self, line: dict[str, Any]) -> None:
+        if not sys.stderr.isatty():
+            return
+        if self.bar is None:
+            columns = (
+                TextColumn("loss {task.fields[loss]:.4g}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+            )
+            self.bar = Progress(*columns)
+            self.bar.start()
+            self.bar.add_task("train", total=self.total, loss=line["loss"])
+        self.bar.update(self.bar.task_ids[0], completed=line["iteration"], loss=line["loss"])
+        if line["iteration"] == self.total:
+            self.bar.stop()

@@ -1,0 +1,216 @@
+"""The library's door: build a GLM-5.2 Megatron model, load its base, attach adapters, run it.
+
+    import torch, megatron_xorl as mx
+    mx.use_cpu(); mx.initialize()
+    model = mx.load_model("glm-tiny", dtype=torch.float32)
+    mx.attach_adapters(model, mx.AdapterConfig(rank=8, alpha=16))
+    logits = mx.forward_logits(model, input_ids)
+
+The same functions serve ``megatron-xorl recall`` and the tests; training through Megatron's own loop uses the same parts through
+the spec (``megatron_xorl.specs``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from torch import Tensor, nn
+
+from megatron_xorl.adapters.inventory import Inventory, build_inventory
+from megatron_xorl.config.adapter import AdapterConfig
+from megatron_xorl.config.layout import check_layout
+from megatron_xorl.config.model import GlmConfig, load_glm_config
+from megatron_xorl.errors import ConfigError
+from megatron_xorl.layers.attach import attach_inventory, check_trainability, freeze, named_factors
+from megatron_xorl.layers.base import install_head, load_base
+from megatron_xorl.parallel.layout import current_layout
+from megatron_xorl.specs import block_spec, transformer_config
+from megatron_xorl.weights.fingerprint import fingerprint
+from megatron_xorl.weights.reader import HfCheckpoint
+
+__all__ = [
+    "DTYPE_NAMES",
+    "attach_adapters",
+    "build_model",
+    "forward_logits",
+    "generate",
+    "load_model",
+    "prepare_model",
+    "trainable_factors",
+]
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def build_model(
+    glm: GlmConfig, *, dtype: torch.dtype, max_sequence_length: int | None = None
+) -> GPTModel:
+    """Build this rank's stage of the model with empty base weights.
+
+    Args:
+        glm: the model.
+        dtype: ``torch.float32`` or ``torch.bfloat16``.
+        max_sequence_length: Megatron's bookkeeping value; the config's maximum by default.
+
+    Raises:
+        LayoutError: the model cannot be cut into the active layout.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise ConfigError(f"dtype is {dtype}; expected torch.float32 or torch.bfloat16")
+    check_layout(glm, current_layout())
+    config = transformer_config(glm, dtype=dtype)
+    model = GPTModel(
+        config,
+        block_spec(glm, config),
+        vocab_size=padded_vocabulary(glm),
+        max_sequence_length=max_sequence_length or glm.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+    )
+    install_head(model, glm)
+    return model
+
+
+def padded_vocabulary(glm: GlmConfig) -> int:
+    """Vocabulary rows of the built model: a multiple of the tensor size, no further padding."""
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    return -(-glm.vocab_size // tp) * tp
+
+
+def load_model(
+    hf_dir: str | Path, adapters: AdapterConfig | None = None, dtype: torch.dtype = torch.float32
+) -> GPTModel:
+    """Build the model of a Hugging Face directory on this rank and load its base, frozen.
+
+    Args:
+        hf_dir: directory with ``config.json`` and safetensors shards, FP8 or BF16.
+        adapters: attach these at once (see :func:`attach_adapters`).
+        dtype: compute dtype; FP8 codes and scales keep the file's bytes either way.
+
+    Raises:
+        ConfigError, WeightsError, LayoutError: what is wrong with the directory, or with the layout for it.
+    """
+    glm = load_glm_config(hf_dir)
+    model = build_model(glm, dtype=dtype)
+    prepare_model(model, glm, HfCheckpoint(hf_dir))
+    if adapters is not None:
+        attach_adapters(model, adapters)
+    return model
+
+
+def prepare_model(model: nn.Module, glm: GlmConfig, checkpoint: HfCheckpoint) -> None:
+    """Load the base from ``checkpoint`` into a built model and freeze it.
+
+    Raises:
+        ConfigError: the model was built for another vocabulary.
+        WeightsError, LayoutError: what is wrong with the checkpoint, or with the layout for it.
+    """
+    rows = padded_vocabulary(glm)
+    if model.vocab_size != rows:
+        raise ConfigError(
+            f"the model was built with {model.vocab_size} vocabulary rows, the base needs {rows}; "
+            f"pass --vocab-size {glm.vocab_size} --make-vocab-size-divisible-by 1"
+        )
+    checkpoint.validate(glm)
+    install_head(model, glm)
+    load_base(model, checkpoint, glm)
+    freeze(model)
+    model.glm_config, model.base_directory = glm, checkpoint.directory
+    model.base_fingerprint = _shared_fingerprint(glm, checkpoint)
+
+
+def _shared_fingerprint(glm: GlmConfig, checkpoint: HfCheckpoint) -> str:
+    """Fingerprint of the base, computed by rank 0 and told to the others."""
+    box = [fingerprint(glm, checkpoint) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def attach_adapters(model: nn.Module, adapter: AdapterConfig, *, seed: int = 1234) -> Inventory:
+    """Attach LoRA factors to a loaded model and return their inventory.
+
+    The factors take the model's dtype; A is drawn from ``seed`` and the factor's logical name, B is zero.
+
+    Raises:
+        TargetError: an entry of the adapter's targets is wrong.
+        AdapterError: the model already carries adapters.
+    """
+    glm = model.glm_config
+    inventory = build_inventory(glm, adapter, dtype=DTYPE_NAMES[model.config.params_dtype])
+    attach_inventory(model, glm, adapter, inventory, seed=seed)
+    check_trainability(model)
+    model.adapter_config, model.inventory = adapter, inventory
+    return inventory
+
+
+def trainable_factors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """``{logical factor name: parameter}`` of what trains on this rank."""
+    return {
+        name: parameter
+        for name, (factor, _, parameter) in named_factors(model).items()
+        if factor.trainable
+    }
+
+
+def forward_logits(
+    model: nn.Module, input_ids: Tensor, cu_seqlens: Tensor | None = None
+) -> Tensor | None:
+    """Run the model and return its logits.
+
+    Args:
+        model: from :func:`load_model`; the pipeline must have one stage.
+        input_ids: int64 ``[b, s]``.
+        cu_seqlens: int32 document bounds ``[documents + 1]`` when one row packs several documents (b = 1).
+
+    Returns:
+        fp32 ``[b, s, vocab]``, the full vocabulary without padding.
+    """
+    packed = None
+    if cu_seqlens is not None:
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
+        )
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    padding = (
+        -input_ids.shape[1] % tp
+    )  # sequence parallelism cuts the sequence evenly; a causal model does not see the tail
+    padded = torch.nn.functional.pad(input_ids, (0, padding))
+    logits = model(
+        padded, torch.nn.functional.pad(positions, (0, padding)), None, packed_seq_params=packed
+    )
+    if tp > 1:
+        logits = gather_from_tensor_model_parallel_region(logits)
+    return logits[:, : input_ids.shape[1], : model.glm_config.vocab_size].float()
+
+
+@torch.no_grad()
+def generate(model: nn.Module, input_ids: Tensor, max_new_tokens: int = 32) -> Tensor:
+    """Greedy continuation by full forwards, one token at a time.
+
+    Args:
+        model: from :func:`load_model`.
+        input_ids: int64 ``[1, s]``.
+        max_new_tokens: at most this many; stops after any of the config's ``eos_token_id``.
+
+    Returns:
+        int64 ``[1, s + new]``, the end token included when it was produced.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            token = forward_logits(model, input_ids)[:, -1].argmax(-1, keepdim=True)
+            input_ids = torch.cat([input_ids, token], dim=1)
+            if int(token) in model.glm_config.eos_token_id:
+                break
+    finally:
+        model.train(was_training)
+    return input_ids

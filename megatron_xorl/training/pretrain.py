@@ -1,0 +1,173 @@
+"""Fine-tune GLM-5.2 adapters with Megatron's own training loop.
+
+    torchrun --nproc-per-node 2 -m megatron_xorl.pretrain --hf-model glm-tiny --adapter-config adapter.yaml \
+        --chat-data train.jsonl --seq-length 128 --train-iters 80 --lr 3e-3 --expert-model-parallel-size 2
+
+Takes ``pretrain_gpt.py``-style arguments plus ours. The arguments that describe the model come from
+the base's ``config.json``, those that adapters need come from the table in ``training.arguments``;
+both can be written out, in agreement, and a contradiction is refused. Without a GPU the same code
+runs on CPU and gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from megatron_xorl.config.model import load_glm_config
+from megatron_xorl.parallel.cpu import use_cpu
+from megatron_xorl.training.chat import ChatTokenizer
+from megatron_xorl.training.data import IGNORED, ChatDataset, TrainingSamples, check_batches
+
+__all__ = ["add_arguments", "forward_step", "loss_function", "main", "pretrain"]
+
+SPEC = ("megatron_xorl.specs", "glm52_layer_spec")
+
+
+@record
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of ``python -m megatron_xorl.pretrain``; a failing rank prints its traceback and its number."""
+    faulthandler.enable()
+    pretrain(sys.argv[1:] if argv is None else argv)
+
+
+def pretrain(argv: list[str]) -> None:
+    """Run one training job from command-line arguments in this process, a rank of torchrun or the only one.
+
+    Raises:
+        MegatronXorlError: the base, the adapters, the data or the arguments cannot be used; nothing was trained.
+    """
+    if torch.cuda.is_available():
+        from megatron_xorl.parallel.cpu import apply_substitutions
+
+        apply_substitutions("prebuilt_helpers")
+    else:
+        use_cpu()
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain as megatron_pretrain
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_xorl.training.metrics import MetricsLog
+    from megatron_xorl.training.seams import Seams, install_seams
+
+    sys.argv = [sys.argv[0], *compose(argv)]
+    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    log = MetricsLog(args)
+    install_seams(Seams(on_iteration=log.on_iteration))
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    provider = functools.partial(_train_valid_test_datasets, args)
+    provider.is_distributed = True
+    megatron_pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
+
+
+def compose(argv: list[str]) -> list[str]:
+    """Put the model's and the forced arguments before the user's, so that the user's win and are then checked.
+
+    Raises:
+        SystemExit: ``--hf-model``, ``--adapter-config`` or ``--chat-data`` is missing (argparse's message, exit 2).
+    """
+    from megatron_xorl.training.arguments import forced_arguments, model_arguments
+
+    own, _ = add_arguments(
+        argparse.ArgumentParser(prog="megatron_xorl.pretrain", add_help=False)
+    ).parse_known_args(argv)
+    platform = [
+        "--num-workers",
+        "0",
+        "--no-create-attention-mask-in-dataloader",
+        "--eval-iters",
+        "0",
+        "--eval-interval",
+        "1000",
+        "--split",
+        "100,0,0",
+    ]
+    if not torch.cuda.is_available():
+        platform += ["--distributed-backend", "gloo", "--use-cpu-initialization"]
+    return [
+        *model_arguments(load_glm_config(own.hf_model)),
+        *forced_arguments(),
+        *platform,
+        "--spec",
+        *SPEC,
+        *argv,
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our arguments to Megatron's parser."""
+    group = parser.add_argument_group("megatron_xorl")
+    group.add_argument("--hf-model", required=True, help="Hugging Face directory of the base")
+    group.add_argument("--adapter-config", required=True, help="adapter YAML file")
+    group.add_argument(
+        "--chat-data", required=True, help="chat JSONL file, one {'messages': [...]} a line"
+    )
+    group.add_argument(
+        "--chat-truncate", action="store_true", help="cut samples longer than --seq-length"
+    )
+    group.add_argument(
+        "--chat-repeat",
+        action="store_true",
+        help="repeat data smaller than one global batch, in order",
+    )
+    group.add_argument("--metrics", default=None, help="metrics.jsonl to append to")
+    group.add_argument(
+        "--keep-last", type=int, default=None, help="keep this many newest checkpoints"
+    )
+    return parser
+
+
+def _train_valid_test_datasets(
+    args: argparse.Namespace, *_: Any, **__: Any
+) -> tuple[TrainingSamples, None, None]:
+    check_batches(
+        micro=args.micro_batch_size,
+        global_batch=args.global_batch_size,
+        data_parallel=args.data_parallel_size,
+    )
+    tokenizer = ChatTokenizer(Path(args.hf_model))
+    dataset = ChatDataset(
+        args.chat_data, tokenizer, seq_length=args.seq_length, truncate=args.chat_truncate
+    )
+    samples = TrainingSamples(
+        dataset,
+        steps=args.train_iters,
+        global_batch=args.global_batch_size,
+        repeat=args.chat_repeat,
+    )
+    return samples, None, None
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
+    """Megatron's forward step: per-token losses of one microbatch ``[b, s]`` and the function that reduces them."""
+    batch = {
+        key: value.to(torch.cuda.current_device()) for key, value in next(data_iterator).items()
+    }
+    labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, 0)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=labels)
+    return losses, functools.partial(loss_function, batch["loss_mask"])
+
+
+def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the trained tokens' losses and their number: Megatron divides by the number over the global batch.
+
+    A microbatch without a label contributes nothing to either.
+    """
+    loss = (losses.float() * loss_mask).sum()
+    count = loss_mask.sum().to(torch.int)
+    return loss, count, {"lm loss": torch.stack([loss.detach(), count.float()])}

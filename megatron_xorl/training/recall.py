@@ -1,0 +1,71 @@
+"""Does the adapter say what it was trained to say? Greedy generation, judged by exact match.
+
+For every sample of the run's training data the conversation up to the last assistant turn is
+rendered as in training, the model continues it greedily until an end-of-turn token, and the text is
+compared with the assistant's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_xorl.config.run import RunConfig
+from megatron_xorl.training.adapter_io import load_adapter
+from megatron_xorl.training.chat import ChatTokenizer, generation_prompt
+from megatron_xorl.training.model import generate, load_model
+
+__all__ = ["read_pairs", "recall"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def read_pairs(path: Path) -> list[tuple[list[dict[str, Any]], str]]:
+    """``(messages before the last assistant turn, its text)`` of every sample of a chat JSONL file."""
+    pairs = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.strip():
+            messages = json.loads(line)["messages"]
+            last = max(
+                index for index, message in enumerate(messages) if message["role"] == "assistant"
+            )
+            pairs.append((messages[:last], messages[last]["content"]))
+    return pairs
+
+
+def recall(run: RunConfig, adapter: str | Path | None) -> dict[str, Any]:
+    """Generate for every pair of the run's data, in this process.
+
+    Args:
+        run: gives base, dtype and data.
+        adapter: exported adapter directory; None asks the bare base.
+
+    Returns:
+        ``{"pairs": [{prompt, expected, got, exact}], "exact", "total"}``.
+    """
+    model = load_model(run.model.path, dtype=DTYPES[run.model.dtype])
+    if adapter is not None:
+        load_adapter(model, adapter)
+    tokenizer = ChatTokenizer(run.model.path)
+    pairs = []
+    for messages, expected in read_pairs(Path(run.data.train)):
+        prompt = generation_prompt(messages, tokenizer)
+        budget = len(tokenizer.encode(expected)) + 8
+        tokens = generate(model, torch.tensor([prompt]), max_new_tokens=budget)[
+            0, len(prompt) :
+        ].tolist()
+        if tokens and tokens[-1] in model.glm_config.eos_token_id:
+            tokens = tokens[:-1]
+        got = tokenizer.decode(tokens)
+        pairs.append(
+            {
+                "prompt": messages[-1]["content"],
+                "expected": expected,
+                "got": got,
+                "exact": got == expected,
+            }
+        )
+    return {"pairs": pairs, "exact": sum(pair["exact"] for pair in pairs), "total": len(pairs)}

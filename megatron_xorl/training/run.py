@@ -1,0 +1,160 @@
+"""``megatron-xorl train``: check a run before it starts, then launch its ranks.
+
+Everything that can be known to be wrong without training is found here, in one process and in
+seconds: the configs, the layout, the base's files, the targets, the data. Then the arguments of
+:mod:`megatron_xorl.training.pretrain` are composed and torchrun starts the ranks. A run whose
+checkpoint directory has a checkpoint resumes from it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_xorl.adapters.inventory import build_inventory
+from megatron_xorl.config.layout import ParallelLayout, check_layout
+from megatron_xorl.config.model import load_glm_config
+from megatron_xorl.config.run import RunConfig
+from megatron_xorl.errors import LayoutError
+from megatron_xorl.training.chat import ChatTokenizer
+from megatron_xorl.training.data import ChatDataset, TrainingSamples, check_batches
+from megatron_xorl.weights.reader import HfCheckpoint
+
+__all__ = ["check_run", "launch_command", "pretrain_arguments", "train"]
+
+METRICS = "metrics.jsonl"
+
+
+def check_run(run: RunConfig, nproc: int) -> None:
+    """Refuse what cannot train.
+
+    Raises:
+        MegatronXorlError: the first thing that is wrong; nothing was written.
+    """
+    glm = load_glm_config(run.model.path)
+    sizes = run.parallel
+    layout = ParallelLayout(
+        tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp, cp=sizes.cp, world=nproc
+    )
+    check_layout(glm, layout)
+    if sizes.cp > 1:
+        raise LayoutError(
+            f"parallel.cp is {sizes.cp}; sparse attention supports one context-parallel rank; set cp: 1"
+        )
+    build_inventory(glm, run.adapter)
+    check_batches(micro=run.batch.micro, global_batch=run.batch.global_, data_parallel=layout.dp)
+    HfCheckpoint(run.model.path).validate(glm)
+    data = ChatDataset(
+        run.data.train,
+        ChatTokenizer(run.model.path),
+        seq_length=run.data.seq_length,
+        truncate=run.data.truncate,
+    )
+    TrainingSamples(
+        data, steps=run.schedule.steps, global_batch=run.batch.global_, repeat=run.data.repeat
+    )
+
+
+def pretrain_arguments(run: RunConfig) -> list[str]:
+    """Arguments of ``python -m megatron_xorl.pretrain`` for a run."""
+    sizes, optimizer, schedule = run.parallel, run.optimizer, run.schedule
+    checkpoints = str(run.checkpoint_dir)
+    values: dict[str, Any] = {
+        "hf-model": run.model.path,
+        "adapter-config": adapter_path(run),
+        "chat-data": run.data.train,
+        "chat-truncate": run.data.truncate,
+        "chat-repeat": run.data.repeat,
+        "seq-length": run.data.seq_length,
+        "bf16": run.model.dtype == "bf16",
+        "tensor-model-parallel-size": sizes.tp,
+        "sequence-parallel": sizes.tp > 1,
+        "pipeline-model-parallel-size": sizes.pp,
+        "expert-model-parallel-size": sizes.ep,
+        "expert-tensor-parallel-size": sizes.etp,
+        "context-parallel-size": sizes.cp,
+        "micro-batch-size": run.batch.micro,
+        "global-batch-size": run.batch.global_,
+        "train-iters": schedule.steps,
+        "lr": optimizer.lr,
+        "min-lr": optimizer.lr * schedule.final,
+        "lr-decay-style": schedule.decay,
+        "lr-decay-iters": schedule.steps,
+        "lr-warmup-iters": schedule.warmup,
+        # Megatron's first step has the warm-up's initial rate; zero would waste it.
+        "lr-warmup-init": optimizer.lr / schedule.warmup if schedule.warmup else 0.0,
+        "weight-decay": optimizer.weight_decay,
+        "adam-beta1": optimizer.betas[0],
+        "adam-beta2": optimizer.betas[1],
+        "clip-grad": optimizer.clip,
+        "seed": run.seed,
+        "save": checkpoints,
+        "load": checkpoints,
+        "save-interval": run.checkpoint.interval or schedule.steps,
+        "keep-last": run.checkpoint.keep_last,
+        "metrics": str(Path(run.output) / METRICS),
+        "log-interval": 10,
+    }
+    return _spell(values) + _spell(
+        {name.replace("_", "-"): value for name, value in run.megatron_args.items()}
+    )
+
+
+def _spell(values: Mapping[str, Any]) -> list[str]:
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None and value is not False:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def adapter_path(run: RunConfig) -> str:
+    """Where the run directory holds the resolved adapter config."""
+    return str(Path(run.output) / "adapter.yaml")
+
+
+def launch_command(run: RunConfig, nproc: int) -> list[str]:
+    """torchrun's arguments for the run on this machine."""
+    return [
+        "--standalone",
+        "--nproc-per-node",
+        str(nproc),
+        "-m",
+        "megatron_xorl.pretrain",
+        *pretrain_arguments(run),
+    ]
+
+
+def train(run: RunConfig, nproc: int) -> int:
+    """Check, write the run directory, launch, wait; returns 0, or 1 when a rank failed (it has printed why).
+
+    Raises:
+        MegatronXorlError: see :func:`check_run`.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    check_run(run, nproc)
+    output = Path(run.output)
+    output.mkdir(parents=True, exist_ok=True)
+    document = run.to_dict()
+    (output / "run.yaml").write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
+    (output / "adapter.yaml").write_text(
+        yaml.safe_dump(document["adapter"], sort_keys=False), encoding="utf-8"
+    )
+    try:
+        torchrun(launch_command(run, nproc))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(
+            f"megatron-xorl: rank {rank} failed with exit code {failure.exitcode}; its traceback is above",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
