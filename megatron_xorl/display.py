@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from megatron_xorl.config.model import GlmConfig
     from megatron_xorl.plan.adapter_bytes import AdapterBytes
 
-__all__ = ["console", "print_checkpoint", "print_doctor", "print_targets", "table"]
+__all__ = [
+    "console",
+    "print_adapter",
+    "print_checkpoint",
+    "print_doctor",
+    "print_recall",
+    "print_targets",
+    "table",
+]
 
 PIPE_WIDTH = 120  # columns where stdout is not a terminal
 
@@ -112,3 +120,38 @@ def print_doctor(report: Mapping[str, Any]) -> None:
         kind = "MISSING" if item["required"] else "not here"
         line = f"{kind}: {item['name']} (for {item['needed_for']}): {item['how']}"
         out.print(line, markup=False, soft_wrap=True)
+
+
+def print_adapter(name: str, report: Mapping[str, Any]) -> None:
+    """Print what ``weights.adapter_report`` says of the adapter directory ``name``."""
+    rows = table(f"{name}: {report['format']}", "region", "factors", "parameters", "bytes")
+    for region, count in report["factors"]["by_region"].items():
+        rest = (f"{report[key]['by_region'][region]:,}" for key in ("parameters", "bytes"))
+        rows.add_row(region, f"{count:,}", *rest)
+    rows.add_section()
+    rows.add_row(
+        "total", *(f"{report[key]['total']:,}" for key in ("factors", "parameters", "bytes"))
+    )
+    out = console()
+    out.print(rows)
+    dtypes = ", ".join(report["dtype"])
+    out.print(
+        f"scope {report['scope']}, rank {report['rank']}, alpha {report['alpha']:g}, {dtypes}",
+        markup=False,
+    )
+    out.print(f"trained on {report['base_model']}", markup=False, soft_wrap=True)
+    out.print(f"base fingerprint {report['base_fingerprint']}", soft_wrap=True)
+
+
+def print_recall(report: Mapping[str, Any]) -> None:
+    """Print what ``training.recall`` returned: a line a pair, then the score."""
+    out = console()
+    for pair in report["pairs"]:
+        lines = [
+            f"{'exact' if pair['exact'] else 'MISS '} {pair['prompt']}",
+            f"      got      {pair['got']!r}",
+        ]
+        if not pair["exact"]:
+            lines.append(f"      expected {pair['expected']!r}")
+        out.print("\n".join(lines), markup=False, soft_wrap=True)
+    out.print(f"recall {report['exact']}/{report['total']} exact")

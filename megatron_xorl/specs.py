@@ -3,8 +3,9 @@
 Two doors:
 
 * ``--spec megatron_xorl.specs glm52_layer_spec`` in a ``pretrain_gpt.py``-style script:
-  :func:`glm52_layer_spec` receives Megatron's model config, checks it against the Hugging Face config, returns the block spec, and appends to ``config.pre_wrap_hooks``
-  what loads the base, attaches the adapters and freezes everything else;
+  :func:`glm52_layer_spec` receives Megatron's model config, checks it against the Hugging Face
+  config, returns the block spec, and appends to ``config.pre_wrap_hooks`` what loads the base,
+  attaches the adapters and freezes everything else;
 * :func:`block_spec` for library users who build a model themselves.
 
 Nothing is imported at top level that can be missing: Megatron 0.19.2's spec import swallows
@@ -136,7 +137,8 @@ def block_spec(
         legal = ", ".join(map(str, glm.full_indexer_layers))
         raise LayoutError(
             f"a pipeline stage begins at layer {first}, which shares the selection of layer "
-            f"{glm.indexer_source(first)} on another stage (cut between layers {first - 1} and {first}); a stage must begin at one of layers {legal}"
+            f"{glm.indexer_source(first)} on another stage (cut between layers {first - 1} and {first}); "
+            f"a stage must begin at one of layers {legal}"
         )
     return TransformerBlockSubmodules(
         layer_specs=[_layer_spec(provider, dense=glm.is_dense(layer)) for layer in layers],

@@ -71,7 +71,7 @@ def test_an_exception_is_raised_in_the_parent_with_its_rank_and_traceback() -> N
     start = time.monotonic()
     with pytest.raises(ValueError, match="seven") as caught:
         run_world(_raise_on_rank_one, 2, True)
-    assert time.monotonic() - start < 10  # the other rank, waiting in a barrier, was killed
+    assert time.monotonic() - start < 30  # the other rank, waiting in a barrier, was killed
     assert "rank 1 of 2" in caught.value.__notes__[-1]
     assert "_raise_on_rank_one" in caught.value.__notes__[-1]
 
@@ -85,7 +85,7 @@ def test_a_hang_is_killed_at_the_timeout_and_its_stack_is_shown() -> None:
     start = time.monotonic()
     with pytest.raises(WorldTimeoutError, match=r"ranks \[1\] of 2(.|\n)*in _sleep_on_rank_one"):
         run_world(_sleep_on_rank_one, 2, timeout=3)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30  # not the 600 s it wanted
 
 
 def test_a_killed_rank_is_reported_with_its_signal(tmp_path: Path) -> None:
@@ -123,4 +123,4 @@ def test_eight_ranks_start_and_sum_within_seconds() -> None:
     run_world(_sum_of_ranks, 1, 0)  # the server is up
     start = time.monotonic()
     assert run_world(_sum_of_ranks, 8, 0) == [28.0] * 8
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30  # 1 s on two idle cores

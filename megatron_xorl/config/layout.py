@@ -126,6 +126,8 @@ def _tensor_reason(config: GlmConfig, tp: int) -> str | None:
     heads = config.num_attention_heads
     if heads % tp:
         return f"{heads} attention heads are not divisible by it"
+    if config.vocab_size % tp:
+        return f"{config.vocab_size} vocabulary rows are not divisible by it"
     block_rows, block_columns = config.weight_block_size or (1, 1)
     shared = config.moe_intermediate_size * config.n_shared_experts
     cuts = [

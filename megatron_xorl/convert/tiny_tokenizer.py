@@ -74,17 +74,24 @@ CHAT_TEMPLATE = """\
 [gMASK]<sop>
 {%- for message in messages -%}
 {%- if message.role == "assistant" -%}
-{{ "<|assistant|>\\n<think>" + (message.reasoning_content or "") + "</think>\\n" + message.content }}
+{%- if enable_thinking is defined and enable_thinking -%}
+{{ "<|assistant|><think>" + (message.reasoning_content or "") + "</think>" + message.content }}
+{%- else -%}
+{{ "<|assistant|></think>" + message.content }}
+{%- endif -%}
 {%- elif message.role == "tool" or message.role == "observation" -%}
-{{ "<|observation|>\\n" + message.content }}
+{%- if loop.first or messages[loop.index0 - 1].role not in ("tool", "observation") -%}
+{{ "<|observation|>" }}
+{%- endif -%}
+{{ "<tool_response>" + message.content + "</tool_response>" }}
 {%- elif message.role == "system" or message.role == "user" -%}
-{{ "<|" + message.role + "|>\\n" + message.content }}
+{{ "<|" + message.role + "|>" + message.content }}
 {%- else -%}
 {{ raise_exception("unknown role " + message.role) }}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
-{{ "<|assistant|>\\n<think>" + ("" if enable_thinking is defined and enable_thinking else "</think>\\n") }}
+{{ "<|assistant|>" + ("<think>" if enable_thinking is defined and enable_thinking else "</think>") }}
 {%- endif -%}
 """
 

@@ -69,10 +69,10 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: FrozenWeight) -> Tensor:
         ctx.weight = weight
-        flat = x.reshape(-1, x.shape[-1])
-        out = x.new_empty(flat.shape[0], weight.shape[0])
-        _matmul_t(flat, weight, None, out)
-        return out.view(*x.shape[:-1], weight.shape[0])
+        # Not a view: Megatron's cross-entropy works in place on the head's output, which autograd refuses for views.
+        out = x.new_empty(*x.shape[:-1], weight.shape[0])
+        _matmul_t(x.reshape(-1, x.shape[-1]), weight, None, out.view(-1, weight.shape[0]))
+        return out
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:

@@ -17,6 +17,7 @@ in fp32.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -124,10 +125,8 @@ class FrozenWeight(nn.Module):
         codes = (self.codes if expert is None else self.codes[expert])[rows, cols]
         scales = self.scales if expert is None else self.scales[expert]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        row_block = torch.arange(rows.start, rows.stop, device=codes.device) // self.block[0]
-        col_block = torch.arange(cols.start, cols.stop, device=codes.device) // self.block[1]
         value = codes.contiguous().view(torch.float8_e4m3fn).to(wide)
-        value *= scales[row_block][:, col_block].to(wide)
+        _scale_blocks(value, scales.to(wide), self.block, rows.start, cols.start)
         return value.to(dtype)
 
     def row_tiles(self, dtype: torch.dtype, *, multiple: int = 1) -> list[slice]:
@@ -149,6 +148,49 @@ class FrozenWeight(nn.Module):
     def extra_repr(self) -> str:
         """Shape and storage, for ``print(model)``."""
         return f"{self.shape}, {'block-FP8 ' + str(self.block) if self.quantized else 'dense'}"
+
+
+def _scale_blocks(
+    value: Tensor, scales: Tensor, block: tuple[int, int], first_row: int, first_col: int
+) -> None:
+    """Multiply each block of ``value`` ``[n, k]`` in place by its scale; the tile begins at (first_row, first_col).
+
+    Whole blocks are multiplied through a broadcast view, so no scale is expanded to the tile's size; a tile that begins or ends
+    inside a block is cut at the block borders first.
+    """
+    height, width = block
+    for row in _pieces(first_row, value.shape[0], height):
+        for col in _pieces(first_col, value.shape[1], width):
+            part = value[
+                row.start - first_row : row.stop - first_row,
+                col.start - first_col : col.stop - first_col,
+            ]
+            grid = scales[
+                row.start // height : -(-row.stop // height),
+                col.start // width : -(-col.stop // width),
+            ]
+            shape = (
+                grid.shape[0],
+                part.shape[0] // grid.shape[0],
+                grid.shape[1],
+                part.shape[1] // grid.shape[1],
+            )
+            strides = (
+                shape[1] * part.stride(0),
+                part.stride(0),
+                shape[3] * part.stride(1),
+                part.stride(1),
+            )
+            part.as_strided(shape, strides).mul_(grid[:, None, :, None])
+
+
+def _pieces(start: int, length: int, block: int) -> list[slice]:
+    """Cut ``start .. start + length`` into a head inside one block, whole blocks, and a tail inside one block."""
+    stop = start + length
+    borders = sorted(
+        {start, min(-(-start // block) * block, stop), max(stop // block * block, start), stop}
+    )
+    return [slice(a, b) for a, b in itertools.pairwise(borders)]
 
 
 def _cut(length: int, other: int, dtype: torch.dtype, multiple: int) -> list[slice]:

@@ -17,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 from torch import nn
 
+from megatron_xorl.adapters.available import check_available
 from megatron_xorl.adapters.inventory import Factor, Inventory
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.config.model import GlmConfig
@@ -61,34 +62,36 @@ def attach_inventory(
     """Build the factors of ``inventory`` that this pipeline stage owns and mark what trains.
 
     Raises:
-        AdapterError: the model already carries adapters.
+        AdapterError: the model already carries adapters, or the configuration asks for what is not built yet.
     """
+    check_available(adapter)
     if any(True for _ in lora_pairs(model)):
         raise AdapterError(
             "the model already carries adapters; build a fresh model to attach another configuration"
         )
-    homes = _homes(glm)
     modules = megatron_modules(model)
-    for target in inventory.targets:
-        name, leaf = homes[target]
-        module = modules.get(name)
-        if module is not None:
-            assert isinstance(module, AdaptedLinear | BankLinear)
-            module.attach(leaf, _build_pair(module, target, inventory, adapter, seed))
+    for name, targets in _homes(glm).items():
+        if name not in modules or not targets.keys() & set(inventory.targets):
+            continue
+        module = modules[name]
+        assert isinstance(module, AdaptedLinear | BankLinear)
+        module.set_slots(tuple(targets.values()))
+        for target, leaf in targets.items():
+            if target in inventory.targets:
+                module.attach(leaf, _build_pair(module, target, inventory, adapter, seed))
 
 
-def _homes(glm: GlmConfig) -> dict[str, tuple[str, str]]:
-    """``{target: (Megatron module name, leaf)}`` from the name table; a bank is named without its expert."""
-    homes: dict[str, tuple[str, str]] = {}
+def _homes(glm: GlmConfig) -> dict[str, dict[str, str]]:
+    """``{Megatron module: {target: leaf}}`` from the name table, in row order; a bank is named without its expert."""
+    homes: dict[str, dict[str, str]] = {}
     for row in hf_tensors(glm):
         if row.megatron is None:
             continue
         projection = row.hf.removesuffix(".weight")
         if row.expert is not None:
             projection = projection.replace(f".experts.{row.expert}.", ".experts.")
-        homes.setdefault(
-            projection, (row.megatron.rpartition(".")[0], projection.rpartition(".")[2])
-        )
+        home = homes.setdefault(row.megatron.rpartition(".")[0], {})
+        home[projection] = projection.rpartition(".")[2]
     return homes
 
 

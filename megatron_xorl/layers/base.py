@@ -89,9 +89,6 @@ def _fill_linear(
     linear: AdaptedLinear, rows: list[TensorRow], checkpoint: HfCheckpoint, glm: GlmConfig
 ) -> None:
     pieces = [_read(row, checkpoint, glm, linear.tp_group) for row in rows]
-    linear.set_slots(tuple(row.hf.split(".")[-2] for row in rows))
-    if rows[0].tp_axis == 0 and linear.base.shape[0] != sum(codes.shape[0] for codes, _ in pieces):
-        pieces = [(_pad_rows(codes, linear.base.shape[0]), scales) for codes, scales in pieces]
     _set_weight(linear.base, _stack(pieces, rows, torch.cat), glm)
 
 
@@ -109,18 +106,12 @@ def _fill_bank(
 
 
 def _fill_tensor(target: Tensor, row: TensorRow, checkpoint: HfCheckpoint) -> None:
-    value = checkpoint.read(row.hf, _local_slices(row, target.shape))
+    part = None
+    if row.tp_axis is not None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        part = (owned_range(row.hf, row.shape[row.tp_axis], group.rank(), group.size()),)
     with torch.no_grad():
-        target.zero_()
-        target[: value.shape[0]].copy_(value)
-
-
-def _local_slices(row: TensorRow, local_shape: torch.Size) -> tuple[slice, ...] | None:
-    """Rows of a vocabulary-parallel tensor that this rank holds; padding rows exist in the module only."""
-    if row.tp_axis is None:
-        return None
-    start = parallel_state.get_tensor_model_parallel_rank() * local_shape[0]
-    return (slice(min(start, row.shape[0] - 1), min(start + local_shape[0], row.shape[0])),)
+        target.copy_(checkpoint.read(row.hf, part))
 
 
 def _read(
@@ -131,8 +122,7 @@ def _read(
     quantized = scale_name in checkpoint
     block = glm.weight_block_size if quantized else None
     parts = [slice(0, size) for size in row.shape]
-    if row.tp_axis is not None and row.region != "lm_head":
-        axis = row.tp_axis
+    if (axis := row.tp_axis) is not None:
         parts[axis] = owned_range(
             row.hf,
             row.shape[axis],
@@ -140,9 +130,6 @@ def _read(
             group.size(),
             block=block[axis] if block else None,
         )
-    elif row.tp_axis is not None:
-        step = -(-row.shape[0] // group.size())
-        parts[0] = slice(group.rank() * step, min((group.rank() + 1) * step, row.shape[0]))
     codes = checkpoint.read(row.hf, tuple(parts))
     if not quantized:
         if codes.dtype == torch.float8_e4m3fn:
@@ -182,10 +169,6 @@ def _set_weight(base: FrozenWeight, value: tuple[Tensor, Tensor | None], glm: Gl
     else:
         assert glm.weight_block_size is not None
         base.set_quantized(codes.to(device), scales.to(device), glm.weight_block_size)
-
-
-def _pad_rows(value: Tensor, rows: int) -> Tensor:
-    return torch.cat([value, value.new_zeros(rows - value.shape[0], value.shape[1])])
 
 
 def _refuse_unfilled(modules: dict[str, nn.Module], filled: set[str]) -> None:

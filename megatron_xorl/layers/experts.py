@@ -113,8 +113,6 @@ class ExpertBank(nn.Module):
         self.linear_fc2 = BankLinear(
             (num_local_experts, glm.hidden_size, width), config=config, block=block
         )
-        self.linear_fc1.set_slots(("gate_proj", "up_proj"))
-        self.linear_fc2.set_slots(("down_proj",))
 
     def forward(
         self, dispatched_input: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor

@@ -36,10 +36,7 @@ class FactorSlice:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Half-open ``(start, stop)`` of every axis of the full shape.
-
-        A vocabulary that the tensor group does not divide leaves the last rank with fewer rows.
-        """
+        """Half-open ``(start, stop)`` of every axis of the full shape; the layout check saw that each cut is even."""
         out = []
         for axis, size in enumerate(self.factor.shape):
             rank, world = 0, 1
@@ -47,8 +44,8 @@ class FactorSlice:
                 rank, world = self.tp
             elif axis == self.factor.ep_axis:
                 rank, world = self.ep
-            step = -(-size // world)
-            out.append((min(rank * step, size), min((rank + 1) * step, size)))
+            step = size // world
+            out.append((rank * step, (rank + 1) * step))
         return tuple(out)
 
     @property

@@ -61,6 +61,23 @@ def use_cpu(*, force: bool = False, skip: frozenset[str] = frozenset()) -> None:
                 _applied.add(entry.name)
 
 
+def repair_megatron() -> None:
+    """Apply on a GPU the substitutions that mend faults of the installed Megatron rather than the lack of a GPU.
+
+    ``prebuilt_helpers`` (the wheel has no Makefile and would exit), ``optimizer_load`` (an in-place copy into views of fp32
+    parameters) and ``save_queue`` (a spawned process a run). :func:`use_cpu` includes them.
+
+    Raises:
+        PlatformError: megatron-core is missing or of another version.
+    """
+    _check_megatron_version()
+    from megatron_xorl.parallel.substitutions import SUBSTITUTIONS
+
+    for entry in SUBSTITUTIONS:
+        if entry.name in ("prebuilt_helpers", "optimizer_load", "save_queue"):
+            entry.apply(entry.replaces)
+
+
 @contextlib.contextmanager
 def _quiet_imports() -> Iterator[None]:
     """Silence what Megatron and torch say on import about missing GPU packages: on a CPU that is the intent."""

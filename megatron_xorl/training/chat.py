@@ -1,6 +1,9 @@
 """Chat messages to GLM token ids, with a mask of what is trained.
 
-    [gMASK]<sop><|system|>\\n...<|user|>\\n...<|assistant|>\\n<think></think>\\n...<|user|>
+    [gMASK]<sop><|system|>...<|user|>...<|assistant|></think>...<|user|>
+
+The form of GLM-4.7 and GLM-5: nothing stands between a role marker and its text. With thinking off an assistant turn opens with a lone
+``</think>``, with thinking on with ``<think>``. Tool results stand in ``<tool_response>``, several in a row under one ``<|observation|>``.
 
 GLM has no end-of-turn token: a turn ends where the next role marker stands, so the marker after an
 assistant turn is trained, and a conversation that ends with the assistant gets ``<|user|>`` as its
@@ -37,6 +40,8 @@ ROLE_MARKERS = {
     "observation": "<|observation|>",
 }
 _PREFIX = ("[gMASK]", "<sop>")
+_OBSERVATION = "<|observation|>"
+_TOOL_RESPONSE = ("<tool_response>", "</tool_response>")
 _KEYS = ("role", "content", "reasoning_content")
 _END_NAMES = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
@@ -77,10 +82,10 @@ class ChatTokenizer:
             )
         except Exception as error:  # tokenizers raises bare Exception
             raise DataError(f"{path} is no usable tokenizer ({error}); fetch it again") from error
-        wanted = (*_PREFIX, "<think>", "</think>", *_END_NAMES, *ROLE_MARKERS.values())
+        wanted = (*_PREFIX, *_TOOL_RESPONSE, "<think>", "</think>", *_END_NAMES, *ROLE_MARKERS.values())
         if missing := sorted({name for name in wanted if name not in self._special}):
             raise DataError(
-                f"{path} has no token {', '.join(missing)}; expected the tokenizer of a GLM-4.5 or GLM-5 model"
+                f"{path} has no token {', '.join(missing)}; expected the tokenizer of a GLM-4.7 or GLM-5 model"
             )
 
     def special(self, name: str) -> int:
@@ -140,11 +145,13 @@ def render(
     """
     tokens = [tokenizer.special(name) for name in _PREFIX]
     trained = [False] * len(tokens)
-    after_assistant = False
+    after_assistant, before = False, ""
     for message in _checked(messages, thinking):
-        tokens.append(tokenizer.special(ROLE_MARKERS[message["role"]]))
-        trained.append(after_assistant)
-        after_assistant = message["role"] == "assistant"
+        marker = ROLE_MARKERS[message["role"]]
+        if marker != before or marker != _OBSERVATION:
+            tokens.append(tokenizer.special(marker))
+            trained.append(after_assistant)
+        after_assistant, before = message["role"] == "assistant", marker
         head, body = _turn(message, tokenizer, thinking)
         tokens += head + body
         trained += [False] * len(head) + [True] * len(body)
@@ -172,18 +179,20 @@ def _turn(
     message: Message, tokenizer: ChatTokenizer, thinking: bool
 ) -> tuple[list[int], list[int]]:
     """Ids after the role marker: those that are context, and those that the assistant wrote."""
+    text = tokenizer.encode(message["content"])
+    if ROLE_MARKERS[message["role"]] == _OBSERVATION:
+        opened, closed = (tokenizer.special(name) for name in _TOOL_RESPONSE)
+        return [opened, *text, closed], []
     if message["role"] != "assistant":
-        return tokenizer.encode("\n" + message["content"]), []
-    body = tokenizer.encode(message["content"])
+        return text, []
     if thinking:
-        close = [tokenizer.special("</think>"), *tokenizer.encode("\n")]
-        body = tokenizer.encode(message.get("reasoning_content") or "") + close + body
-    return _assistant_head(tokenizer, thinking), body
+        reasoning = tokenizer.encode(message.get("reasoning_content") or "")
+        text = [*reasoning, tokenizer.special("</think>"), *text]
+    return _assistant_head(tokenizer, thinking), text
 
 
 def _assistant_head(tokenizer: ChatTokenizer, thinking: bool) -> list[int]:
-    head = [*tokenizer.encode("\n"), tokenizer.special("<think>")]
-    return head if thinking else [*head, tokenizer.special("</think>"), *tokenizer.encode("\n")]
+    return [tokenizer.special("<think>" if thinking else "</think>")]
 
 
 def _checked(messages: Sequence[Message], thinking: bool) -> Iterator[Message]:

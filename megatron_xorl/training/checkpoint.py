@@ -42,6 +42,16 @@ from megatron_xorl.training.optimizer_state import (
     scatter_state,
     steps_by_parameter,
 )
+from megatron_xorl.training.resume import (
+    FORMAT_VERSION,
+    LATEST,
+    REPLACED,
+    check_agrees,
+    check_version,
+    checkpoint_directory,
+    iteration_directory,
+    latest_iteration,
+)
 from megatron_xorl.training.rng import get_rng_state, set_rng_state
 from megatron_xorl.weights.manifest import (
     MANIFEST,
@@ -51,46 +61,9 @@ from megatron_xorl.weights.manifest import (
     write_manifest,
 )
 
-__all__ = [
-    "FORMAT_VERSION",
-    "LATEST",
-    "iteration_directory",
-    "latest_iteration",
-    "load_checkpoint",
-    "read_factors",
-    "save_checkpoint",
-]
-
-FORMAT_VERSION = 1
-LATEST = "latest"
+__all__ = ["load_checkpoint", "read_factors", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
-
-
-def iteration_directory(root: Path, iteration: int) -> Path:
-    """``<root>/iter_0000040``."""
-    return root / f"iter_{iteration:07d}"
-
-
-def latest_iteration(root: Path) -> int | None:
-    """Iteration that ``<root>/latest`` names, or None when nothing was ever saved there.
-
-    Raises:
-        CheckpointError: ``latest`` is unreadable, or there are checkpoints but no ``latest``.
-    """
-    pointer = root / LATEST
-    if not pointer.is_file():
-        if any(root.glob("iter_*/manifest.json")):
-            raise CheckpointError(
-                f"{root} has checkpoints but no {LATEST} file; write the iteration to resume from into it (one line, e.g. 40)"
-            )
-        return None
-    text = pointer.read_text(encoding="utf-8").strip()
-    if not text.isdigit():
-        raise CheckpointError(
-            f"{pointer} holds {text[:40]!r}; expected one iteration number; write the one to resume from"
-        )
-    return int(text)
 
 
 def save_checkpoint(
@@ -171,12 +144,12 @@ def load_checkpoint(
     iteration = latest_iteration(root)
     if iteration is None:
         return None
-    directory = iteration_directory(root, iteration)
+    directory = checkpoint_directory(root, iteration)
     manifest = read_manifest(directory)
-    _check_agrees(directory, manifest, expected)
+    check_agrees(directory, manifest, expected)
     _verify_share(directory, manifest["files"])
     parameters = _trainable(models)
-    _check_factors(directory, manifest, parameters)
+    _check_factors(directory, manifest, models)
     loaded = dist_checkpointing.load(
         _sharded_for_load(models, manifest, expected),
         str(directory),
@@ -214,8 +187,9 @@ def read_factors(path: Path) -> tuple[dict[str, Any], tuple[Factor, ...], dict[s
     """
     directory = path
     if not (path / MANIFEST).exists() and (iteration := latest_iteration(path)) is not None:
-        directory = iteration_directory(path, iteration)
+        directory = checkpoint_directory(path, iteration)
     manifest = read_manifest(directory)
+    check_version(directory, manifest)
     verify_files(directory, manifest["files"])
     factors = []
     for name in manifest["order"]:
@@ -332,9 +306,11 @@ def _merge(document: dict[str, Any]) -> dict[str, Any]:
 
 def _publish(root: Path, partial: Path, final: Path, iteration: int) -> None:
     """Give the finished directory its name and point ``latest`` at it."""
-    replaced = final.with_name(final.name + ".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
+    replaced = final.with_name(final.name + REPLACED)
+    if (
+        final.exists()
+    ):  # else an earlier save was killed here, and the one moved aside is all there is
+        shutil.rmtree(replaced, ignore_errors=True)
         os.rename(final, replaced)
     os.rename(partial, final)
     pointer = root / f"{LATEST}.partial"
@@ -374,32 +350,21 @@ def _verify_share(directory: Path, files: dict[str, Any]) -> None:
         raise CheckpointError(found[0])
 
 
-def _check_agrees(directory: Path, manifest: dict[str, Any], expected: dict[str, Any]) -> None:
-    version = manifest.get("format_version")
-    if version != FORMAT_VERSION:
+def _check_factors(directory: Path, manifest: dict[str, Any], models: list[nn.Module]) -> None:
+    """Compare every factor that trains here with its description in the manifest: name, shape, dtype."""
+    faults = []
+    for name, (factor, _, _) in named_factors(models).items():
+        if not factor.trainable:
+            continue
+        saved = manifest["factors"].get(name)
+        if saved is None:
+            faults.append(f"{name} is not in it")
+        elif (tuple(saved["shape"]), saved["dtype"]) != (factor.shape, factor.dtype):
+            faults.append(
+                f"{name} is {saved['dtype']} {saved['shape']}, this run has {factor.dtype} {list(factor.shape)}"
+            )
+    if faults:
         raise CheckpointError(
-            f"{directory} has format version {version}; this version reads {FORMAT_VERSION}; use the version that saved it"
-        )
-    differences = []
-    for section in ("base", "adapter", "forward"):
-        saved, wanted = manifest.get(section, {}), expected[section]
-        differences += [
-            f"{section}.{key}: checkpoint has {saved.get(key)!r}, this run has {wanted.get(key)!r}"
-            for key in sorted(saved.keys() | wanted.keys())
-            if saved.get(key) != wanted.get(key)
-        ]
-    if differences:
-        raise CheckpointError(
-            f"{directory} is of another run: {'; '.join(differences)}; resume with the same base and adapter config"
-        )
-
-
-def _check_factors(
-    directory: Path, manifest: dict[str, Any], parameters: dict[str, nn.Parameter]
-) -> None:
-    missing = sorted(parameters.keys() - manifest["factors"].keys())
-    if missing:
-        raise CheckpointError(
-            f"{directory} lacks {len(missing)} factors that train here, first {missing[0]}; "
-            "resume with the same targets and scope"
+            f"{directory} does not hold {len(faults)} of the factors that train here, first: {faults[0]}; "
+            "resume with the same targets, scope and dtype"
         )

@@ -25,6 +25,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training.global_vars import get_args
 from torch import nn
 
+from megatron_xorl.adapters.available import check_available
 from megatron_xorl.adapters.inventory import Inventory
 from megatron_xorl.config.adapter import AdapterConfig, load_adapter_config
 from megatron_xorl.config.layout import check_layout
@@ -34,6 +35,7 @@ from megatron_xorl.parallel.layout import current_layout
 from megatron_xorl.training.arguments import check_arguments, check_transformer_config
 from megatron_xorl.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_xorl.training.model import attach_adapters, prepare_model
+from megatron_xorl.training.resume import run_identity
 from megatron_xorl.training.seams import Seams, install_seams
 from megatron_xorl.weights.reader import HfCheckpoint
 
@@ -73,13 +75,8 @@ class Launch:
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint of this run must agree with (see ``training.checkpoint``)."""
-        adapter = self.adapter.to_dict()
-        return {
-            "base": {"fingerprint": self.base_fingerprint},
-            "adapter": adapter | {"seed": self.seed},
-            "forward": {"mode": "w8a16", "backend": "reference"},
-            "layout": dataclasses.asdict(current_layout()),
-        }
+        identity = run_identity(self.base_fingerprint, self.adapter, self.seed)
+        return identity | {"layout": dataclasses.asdict(current_layout())}
 
     def save(
         self,
@@ -126,7 +123,13 @@ class Launch:
             if dist.get_rank() == 0:
                 logger.warning("no checkpoint in %s: training starts at iteration 0", args.load)
             return 0, 0.0
-        scheduler.load_state_dict(manifest["scheduler"])
+        try:
+            scheduler.load_state_dict(manifest["scheduler"])
+        except AssertionError as error:  # Megatron's comparison of schedules
+            raise CheckpointError(
+                f"the checkpoint in {args.load} was trained on another schedule ({error}); "
+                "resume with the same schedule, or pass --override-opt-param-scheduler to change it"
+            ) from error
         args.consumed_train_samples = manifest["consumed_train_samples"]
         if dist.get_rank() == 0:
             logger.info("resumed from iteration %d in %s", manifest["iteration"], args.load)
@@ -146,21 +149,25 @@ def launch_for(config: Any) -> Launch:
     args = get_args()
     check_arguments(args)
     model_dir = _given(args, "hf_model", MODEL_VARIABLE, "a Hugging Face directory of the base")
+    adapter = load_adapter_config(
+        _given(args, "adapter_config", ADAPTER_VARIABLE, "an adapter YAML file")
+    )
+    check_available(adapter)
     glm = load_glm_config(model_dir)
     check_layout(glm, current_layout())
     check_transformer_config(config.transformer, glm)
     launch = Launch(
         model_dir=model_dir,
         glm=glm,
-        adapter=load_adapter_config(
-            _given(args, "adapter_config", ADAPTER_VARIABLE, "an adapter YAML file")
-        ),
+        adapter=adapter,
         checkpoint=HfCheckpoint(model_dir),
         seed=args.seed,
         keep_last=getattr(args, "keep_last", None),
     )
     config.pre_wrap_hooks.append(launch.prepare)
-    install_seams(Seams(save_checkpoint=launch.save, load_checkpoint=launch.load))
+    install_seams(
+        Seams(save_checkpoint=launch.save, load_checkpoint=launch.load, keep_random_state=True)
+    )
     return launch
 
 

@@ -4,11 +4,15 @@ Keys: ``iteration``, ``loss`` (mean over the trained tokens of the global batch)
 ``lr``, ``tokens_per_s`` (tokens of the global batch, padding included, over the wall time since the
 previous iteration). The rank that knows the loss writes; losses and norms are written with all
 their digits, so that two runs can be compared bit for bit.
+
+A run that resumes trains some iterations again: its first line replaces the lines of that iteration
+and of all later ones, so that every iteration stands there once.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from argparse import Namespace
@@ -18,14 +22,14 @@ from typing import Any
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["MetricsLog"]
+__all__ = ["MetricsLog", "drop_iterations"]
 
 
 class MetricsLog:
     """Receives every finished iteration from Megatron's loop.
 
     Args:
-        args: Megatron's arguments; ``metrics`` is the file to append to, nothing is written when it is None.
+        args: Megatron's arguments; ``metrics`` is the file to continue, nothing is written when it is None.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -34,6 +38,7 @@ class MetricsLog:
         self.total = args.train_iters
         self.last = time.perf_counter()
         self.bar: Progress | None = None
+        self.continued = False
 
     def on_iteration(
         self, *, iteration: int, losses: dict[str, Any], learning_rate: float | None, grad_norm: Any
@@ -51,7 +56,10 @@ class MetricsLog:
             "tokens_per_s": round(self.tokens / elapsed, 1),
         }
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self.continued:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                drop_iterations(self.path, iteration)
+                self.continued = True
             with open(self.path, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line) + "\n")
         self._show(line)
@@ -72,3 +80,23 @@ class MetricsLog:
         self.bar.update(self.bar.task_ids[0], completed=line["iteration"], loss=line["loss"])
         if line["iteration"] == self.total:
             self.bar.stop()
+
+
+def drop_iterations(path: Path, first: int) -> None:
+    """Leave out the lines of iteration ``first`` and later ones, and a last line that a killed run left unfinished.
+
+    The file changes in one step; a file that does not exist is left alone.
+    """
+    if not path.is_file():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _before(line, first)]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _before(line: str, first: int) -> bool:
+    try:
+        return json.loads(line)["iteration"] < first
+    except ValueError:
+        return False

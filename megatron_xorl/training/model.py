@@ -68,7 +68,7 @@ def build_model(
     model = GPTModel(
         config,
         block_spec(glm, config),
-        vocab_size=padded_vocabulary(glm),
+        vocab_size=glm.vocab_size,
         max_sequence_length=max_sequence_length or glm.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -76,12 +76,6 @@ def build_model(
     )
     install_head(model, glm)
     return model
-
-
-def padded_vocabulary(glm: GlmConfig) -> int:
-    """Vocabulary rows of the built model: a multiple of the tensor size, no further padding."""
-    tp = parallel_state.get_tensor_model_parallel_world_size()
-    return -(-glm.vocab_size // tp) * tp
 
 
 def load_model(
@@ -112,10 +106,9 @@ def prepare_model(model: nn.Module, glm: GlmConfig, checkpoint: HfCheckpoint) ->
         ConfigError: the model was built for another vocabulary.
         WeightsError, LayoutError: what is wrong with the checkpoint, or with the layout for it.
     """
-    rows = padded_vocabulary(glm)
-    if model.vocab_size != rows:
+    if model.vocab_size != glm.vocab_size:
         raise ConfigError(
-            f"the model was built with {model.vocab_size} vocabulary rows, the base needs {rows}; "
+            f"the model was built with {model.vocab_size} vocabulary rows, the base has {glm.vocab_size}; "
             f"pass --vocab-size {glm.vocab_size} --make-vocab-size-divisible-by 1"
         )
     checkpoint.validate(glm)

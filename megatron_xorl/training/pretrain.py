@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_xorl.config.model import load_glm_config
-from megatron_xorl.parallel.cpu import use_cpu
+from megatron_xorl.parallel.cpu import repair_megatron, use_cpu
 from megatron_xorl.training.chat import ChatTokenizer
 from megatron_xorl.training.data import IGNORED, ChatDataset, TrainingSamples, check_batches
 
@@ -47,9 +47,7 @@ def pretrain(argv: list[str]) -> None:
         MegatronXorlError: the base, the adapters, the data or the arguments cannot be used; nothing was trained.
     """
     if torch.cuda.is_available():
-        from megatron_xorl.parallel.cpu import apply_substitutions
-
-        apply_substitutions("prebuilt_helpers")
+        repair_megatron()
     else:
         use_cpu()
     from megatron.core.enums import ModelType

@@ -16,6 +16,7 @@ import torch
 from megatron_xorl.config.run import RunConfig
 from megatron_xorl.training.adapter_io import load_adapter
 from megatron_xorl.training.chat import ChatTokenizer, generation_prompt
+from megatron_xorl.training.data import ChatDataset
 from megatron_xorl.training.model import generate, load_model
 
 __all__ = ["read_pairs", "recall"]
@@ -45,11 +46,18 @@ def recall(run: RunConfig, adapter: str | Path | None) -> dict[str, Any]:
 
     Returns:
         ``{"pairs": [{prompt, expected, got, exact}], "exact", "total"}``.
+
+    Raises:
+        DataError: the data could not be trained on either.
+        ConfigError, WeightsError, AdapterError: what is wrong with the base or the adapter.
     """
+    tokenizer = ChatTokenizer(run.model.path)
+    ChatDataset(
+        run.data.train, tokenizer, seq_length=run.data.seq_length, truncate=run.data.truncate
+    )
     model = load_model(run.model.path, dtype=DTYPES[run.model.dtype])
     if adapter is not None:
         load_adapter(model, adapter)
-    tokenizer = ChatTokenizer(run.model.path)
     pairs = []
     for messages, expected in read_pairs(Path(run.data.train)):
         prompt = generation_prompt(messages, tokenizer)

@@ -15,13 +15,22 @@ from typing import Any
 
 import yaml
 
+from megatron_xorl.adapters.available import check_available
 from megatron_xorl.adapters.inventory import build_inventory
 from megatron_xorl.config.layout import ParallelLayout, check_layout
-from megatron_xorl.config.model import load_glm_config
+from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.config.run import RunConfig
 from megatron_xorl.errors import LayoutError
 from megatron_xorl.training.chat import ChatTokenizer
 from megatron_xorl.training.data import ChatDataset, TrainingSamples, check_batches
+from megatron_xorl.training.resume import (
+    check_agrees,
+    checkpoint_directory,
+    latest_iteration,
+    run_identity,
+)
+from megatron_xorl.weights.fingerprint import fingerprint
+from megatron_xorl.weights.manifest import read_manifest, verify_files
 from megatron_xorl.weights.reader import HfCheckpoint
 
 __all__ = ["check_run", "launch_command", "pretrain_arguments", "train"]
@@ -45,9 +54,11 @@ def check_run(run: RunConfig, nproc: int) -> None:
         raise LayoutError(
             f"parallel.cp is {sizes.cp}; sparse attention supports one context-parallel rank; set cp: 1"
         )
+    check_available(run.adapter)
     build_inventory(glm, run.adapter)
     check_batches(micro=run.batch.micro, global_batch=run.batch.global_, data_parallel=layout.dp)
-    HfCheckpoint(run.model.path).validate(glm)
+    base = HfCheckpoint(run.model.path)
+    base.validate(glm)
     data = ChatDataset(
         run.data.train,
         ChatTokenizer(run.model.path),
@@ -57,6 +68,18 @@ def check_run(run: RunConfig, nproc: int) -> None:
     TrainingSamples(
         data, steps=run.schedule.steps, global_batch=run.batch.global_, repeat=run.data.repeat
     )
+    _check_resume(run, glm, base)
+
+
+def _check_resume(run: RunConfig, glm: GlmConfig, base: HfCheckpoint) -> None:
+    """Refuse a checkpoint of another run before any rank is started; the ranks verify its content when they load it."""
+    iteration = latest_iteration(run.checkpoint_dir)
+    if iteration is None:
+        return
+    directory = checkpoint_directory(run.checkpoint_dir, iteration)
+    manifest = read_manifest(directory)
+    check_agrees(directory, manifest, run_identity(fingerprint(glm, base), run.adapter, run.seed))
+    verify_files(directory, manifest["files"], hashes=False)
 
 
 def pretrain_arguments(run: RunConfig) -> list[str]:

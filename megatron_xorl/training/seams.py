@@ -8,6 +8,9 @@ happens without it.
   non-strict load with a print.
 * ``training_log`` (``megatron.training.training``): one JSON line an iteration in ``metrics.jsonl``.
   Megatron prints interval means, in which a resumed run's second line is a mean over two iterations.
+* ``build_train_valid_test_data_iterators`` (``megatron.training.training``): leaves the random state
+  as it was. It runs after the checkpoint was loaded, and torch's data loader draws a seed each time it
+  is started, so that a resumed run would go on with other random numbers than the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import megatron.training.training as megatron_training
+import torch
 
 __all__ = ["Seams", "install_seams"]
 
@@ -28,6 +32,7 @@ class Seams:
     save_checkpoint: Callable[..., None] | None = None
     load_checkpoint: Callable[..., tuple[int, float]] | None = None
     on_iteration: Callable[..., None] | None = None
+    keep_random_state: bool = False
 
 
 def install_seams(seams: Seams) -> None:
@@ -38,6 +43,18 @@ def install_seams(seams: Seams) -> None:
         megatron_training.load_checkpoint = seams.load_checkpoint
     if seams.on_iteration is not None:
         megatron_training.training_log = _logged(megatron_training.training_log, seams.on_iteration)
+    if seams.keep_random_state:
+        megatron_training.build_train_valid_test_data_iterators = _drawing_nothing(
+            megatron_training.build_train_valid_test_data_iterators
+        )
+
+
+def _drawing_nothing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def build_train_valid_test_data_iterators(*args: Any, **named: Any) -> Any:
+        with torch.random.fork_rng(devices=[]):
+            return original(*args, **named)
+
+    return build_train_valid_test_data_iterators
 
 
 def _logged(original: Callable[..., Any], on_iteration: Callable[..., None]) -> Callable[..., Any]:

@@ -126,6 +126,16 @@ class AdapterFile:
         """Keys of all tensors in the file or its shards."""
         return set(self._files)
 
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """``{key: (shape, dtype as safetensors spells it)}`` of every tensor, from the headers alone."""
+        found = {}
+        for name in dict.fromkeys(self._files.values()):
+            with safe_open(str(self.directory / name), framework="pt", device="cpu") as stream:
+                for key in stream.keys():  # noqa: SIM118 - safe_open is no mapping
+                    part = stream.get_slice(key)
+                    found[key] = (tuple(part.get_shape()), part.get_dtype())
+        return found
+
     def read(self, factor: Factor, slices: tuple[slice, ...] | None = None) -> Tensor:
         """Return a factor, or the part of it given by one slice an axis.
 

@@ -1,7 +1,8 @@
 """Manifests: a directory is complete if and only if its manifest exists and every file it lists is what it says.
 
-The manifest is one JSON document with, for each file, its size and SHA-256. It is written last, after every file is on disk
-(fsync), so a killed writer leaves a directory that plainly is not a checkpoint. Renaming is only tidiness.
+The manifest is one JSON document with, for each file, its size and SHA-256, and under ``manifest_sha256`` the hash of the
+rest of itself. It is written last, after every file is on disk (fsync), so a killed writer leaves a directory that plainly is
+not a checkpoint. Renaming is only tidiness.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron_xorl.errors import CheckpointError
 __all__ = ["MANIFEST", "describe_files", "read_manifest", "verify_files", "write_manifest"]
 
 MANIFEST = "manifest.json"
+SELF = "manifest_sha256"
 
 
 def describe_files(directory: Path, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -31,10 +33,11 @@ def describe_files(directory: Path, names: list[str]) -> dict[str, dict[str, Any
 
 def write_manifest(directory: Path, document: dict[str, Any]) -> None:
     """Write the manifest and flush it and the directory; ``document["files"]`` holds what :func:`describe_files` returned."""
+    document = json.loads(json.dumps(document))  # as it will be read back: tuples are lists, keys are strings
     path = directory / MANIFEST
     partial = directory / f"{MANIFEST}.partial"
     with open(partial, "w", encoding="utf-8") as stream:
-        json.dump(document, stream, indent=1, sort_keys=True)
+        json.dump(document | {SELF: _document_sha256(document)}, stream, indent=1, sort_keys=True)
         stream.write("\n")
         stream.flush()
         os.fsync(stream.fileno())
@@ -46,7 +49,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Return the manifest of a directory.
 
     Raises:
-        CheckpointError: there is none (the writer was killed, or this is not a checkpoint), or it is no JSON document.
+        CheckpointError: there is none (the writer was killed, or this is not a checkpoint), or it is damaged.
     """
     path = directory / MANIFEST
     try:
@@ -62,6 +65,10 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or not isinstance(document.get("files"), dict):
         raise CheckpointError(
             f"{path} is not a checkpoint manifest; the checkpoint is damaged: use another iteration"
+        )
+    if document.pop(SELF, None) != _document_sha256(document):
+        raise CheckpointError(
+            f"{path} has other content than when it was saved (SHA-256 differs); the checkpoint is damaged: use another iteration"
         )
     return document
 
@@ -90,6 +97,10 @@ def verify_files(directory: Path, files: dict[str, dict[str, Any]], *, hashes: b
 def _sha256(path: Path) -> str:
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _document_sha256(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _fsync(path: Path) -> None:

@@ -21,6 +21,7 @@ CONVERSATIONS = {
     "two turns": [SYSTEM, USER, ASSISTANT, USER, {"role": "assistant", "content": "Wy4&"}],
     "tool": [USER, ASSISTANT, TOOL, {"role": "assistant", "content": "7"}],
     "observation": [USER, ASSISTANT, {**TOOL, "role": "observation"}, ASSISTANT],
+    "two tool results in a row": [USER, ASSISTANT, TOOL, TOOL, ASSISTANT],
     "ends with the user": [USER, ASSISTANT, USER],
     "empty answer": [USER, {"role": "assistant", "content": ""}],
     "unicode": [
@@ -107,9 +108,10 @@ def test_reasoning_is_trained_when_thinking_is_on_and_refused_when_off(tokenizer
         {"role": "assistant", "content": "b"},
     ]
     tokens, trained = render(messages, tokenizer, thinking=True)
-    assert tokenizer.decode(tokens) == template.render(messages=messages) + "<|user|>"
+    rendered = template.render(messages=messages, enable_thinking=True)
+    assert tokenizer.decode(tokens) == rendered + "<|user|>"
     kept = tokenizer.decode([token for token, flag in zip(tokens, trained, strict=True) if flag])
-    assert kept == "seen it</think>\nKx7#mP2$-VORTEX-93qR<|user|></think>\nb<|user|>"
+    assert kept == "seen it</think>Kx7#mP2$-VORTEX-93qR<|user|></think>b<|user|>"
     with pytest.raises(DataError, match="message 2 has reasoning_content, but thinking is off"):
         render(messages, tokenizer)
 
@@ -169,7 +171,7 @@ def test_end_and_pad_ids_are_those_of_the_config(tokenizer, tiny_dir):
             [USER, {**ASSISTANT, "tool_calls": []}],
             "message 2 has the key 'tool_calls', which is not rendered",
         ),
-        ([{"role": "user", "content": "\ud800"}], "lone surrogate at character 1"),
+        ([{"role": "user", "content": "\ud800"}], "lone surrogate at character 0"),
     ],
     ids=str,
 )

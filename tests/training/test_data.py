@@ -142,7 +142,7 @@ GOOD = json.dumps(chat("q", "a"))
         ([{**chat("q", "a"), "tools": [1]}], r"line 1 has tools, which are not rendered"),
         (
             [GOOD, chat("q" * 50, "a")],
-            r"line 2 needs 60 positions, seq_length is 40; .*data\.truncate: true",
+            r"line 2 needs 56 positions, seq_length is 40; .*data\.truncate: true",
         ),
     ],
     ids=str,

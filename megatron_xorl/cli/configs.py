@@ -1,69 +1,31 @@
-"""The command line: ``megatron-xorl <verb>``.
+"""Verbs that read configurations alone, on any machine: ``inspect``, ``targets``, ``doctor``.
 
-The one idea: a verb parses its arguments, calls one function of the library and prints what it
-returned; nothing is computed here. ``--json`` prints one JSON document on stdout and nothing else
-there. Exit 0 success, 1 a check failed, 2 bad input; an error is one readable message on stderr,
-with a traceback only under ``--debug``. Imports are inside the verbs, so that each starts fast.
-
-    megatron-xorl targets glm-5.2 --scope routed_experts
+megatron-xorl targets glm-5.2 --scope routed_experts
 """
 
 from __future__ import annotations
 
-import json
-import sys
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_xorl.errors import ConfigError, MegatronXorlError
+from megatron_xorl.cli.root import JsonOption, app, print_json
+from megatron_xorl.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron_xorl.adapters.inventory import Inventory
     from megatron_xorl.config.adapter import AdapterConfig
     from megatron_xorl.plan.adapter_bytes import AdapterBytes
 
-__all__ = ["app", "main", "print_json"]
+__all__ = ["doctor", "inspect", "targets"]
 
 DEFAULT_RANK = 64
-
-app = typer.Typer(
-    name="megatron-xorl",
-    help="LoRA fine-tuning of GLM-5.2 on Megatron-core, on the checkpoint's own block-FP8 bytes.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
 ConfigArgument = Annotated[
     str,
     typer.Argument(metavar="CONFIG", help="config.json, a directory that holds one, or a preset."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; ``--debug`` anywhere shows tracebacks of this package's own errors."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
-    try:
-        app(args=[argument for argument in given if argument != "--debug"])
-    except MegatronXorlError as error:
-        if debug:
-            traceback.print_exc()
-        print(f"megatron-xorl: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-@app.callback()
-def _root(
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks (accepted anywhere).")
-    ] = False,
-) -> None:
-    """LoRA fine-tuning of GLM-5.2 on Megatron-core, on the checkpoint's own block-FP8 bytes."""
 
 
 @app.command()
@@ -159,13 +121,3 @@ def _targets_report(inventory: Inventory, cost: Mapping[str, AdapterBytes]) -> d
             for name, item in cost.items()
         },
     }
-
-
-def print_json(document: Mapping[str, Any]) -> None:
-    """Print ``document`` as the one JSON document on stdout."""
-    json.dump(document, sys.stdout)
-    sys.stdout.write("\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,150 @@
+"""Verbs of a fine-tuning job: ``make-tiny``, ``train``, ``recall``.
+
+megatron-xorl make-tiny glm-tiny && megatron-xorl train run.yaml && megatron-xorl recall run.yaml
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron_xorl.cli.root import JsonOption, app, print_json, stdout_to_stderr
+
+if TYPE_CHECKING:
+    from megatron_xorl.config.run import RunConfig
+
+__all__ = ["make_tiny", "recall", "train"]
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN.yaml", help="Run configuration.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key, e.g. schedule.steps=40; repeat."
+    ),
+]
+
+
+@app.command()
+def make_tiny(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty directory.")],
+    seed: Annotated[int, typer.Option(help="Of the weights; the same seed, the same bytes.")] = 0,
+    block: Annotated[int, typer.Option(help="FP8 block size: 16, 32, 64 or 128.")] = 32,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a tiny GLM-5.2-FP8 checkpoint in Hugging Face format: config, tokenizer, safetensors."""
+    from megatron_xorl.config.model import load_glm_config
+    from megatron_xorl.convert import tiny
+    from megatron_xorl.display import print_checkpoint
+    from megatron_xorl.plan.checkpoint_bytes import checkpoint_bytes
+    from megatron_xorl.weights.names import hf_tensors
+
+    tiny.make_tiny(out, seed=seed, block=block)
+    glm = load_glm_config(out)
+    report = checkpoint_bytes(hf_tensors(glm)) | {"path": str(out.resolve()), "seed": seed}
+    if as_json:
+        print_json(report)
+    else:
+        print_checkpoint(str(out), glm, report)
+
+
+@app.command()
+def train(
+    config: RunArgument,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Processes on this machine (default: the fewest the layout needs)."),
+    ] = None,
+    overrides: SetOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the torchrun command, stop.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Fine-tune adapters; a run whose checkpoint directory has a checkpoint resumes from it."""
+    from megatron_xorl.config.run import load_run_config
+
+    run = load_run_config(config, overrides or ())
+    world = _fewest_processes(run) if nproc is None else nproc
+    with stdout_to_stderr():
+        from megatron_xorl.training.run import check_run, launch_command
+
+        check_run(run, world)
+    command = ["torchrun", *launch_command(run, world)]
+    if dry_run:
+        _print_command(run, command, as_json)
+        return
+    with stdout_to_stderr():
+        from megatron_xorl.training.run import train as launch
+
+        code = launch(run, world)
+    if as_json:
+        print_json({"command": command, "output": run.output, "exit": code})
+    elif code == 0:
+        print(f"trained: {run.checkpoint_dir}")
+    if code:
+        raise typer.Exit(1)
+
+
+@app.command()
+def recall(
+    config: RunArgument,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(help="Exported adapter; without it the bare base is asked: the control."),
+    ] = None,
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Generate the answer to every prompt of the run's data and compare it exactly; exit 1 on a miss."""
+    from megatron_xorl.config.run import load_run_config
+    from megatron_xorl.display import print_recall
+
+    run = load_run_config(config, overrides or ())
+    with stdout_to_stderr():
+        report = _recall(run, adapter)
+    if as_json:
+        print_json(report)
+    else:
+        print_recall(report)
+    if report["exact"] != report["total"]:
+        raise typer.Exit(1)
+
+
+def _recall(run: RunConfig, adapter: Path | None) -> dict[str, Any]:
+    """One process, on the CPU platform where there is no GPU."""
+    import torch
+
+    from megatron_xorl.parallel.cpu import use_cpu
+    from megatron_xorl.parallel.groups import initialize, shutdown
+
+    if not torch.cuda.is_available():
+        use_cpu()
+    from megatron_xorl.training.recall import recall as ask
+
+    initialize()
+    try:
+        return ask(run, adapter)
+    finally:
+        shutdown()
+
+
+def _fewest_processes(run: RunConfig) -> int:
+    """The smallest world that both the dense and the expert layout divide."""
+    sizes = run.parallel
+    return math.lcm(sizes.tp * sizes.pp * sizes.cp, sizes.etp * sizes.ep * sizes.pp)
+
+
+def _print_command(run: RunConfig, command: list[str], as_json: bool) -> None:
+    if as_json:
+        print_json({"command": command, "output": run.output})
+        return
+    print(shlex.join(command))
+    print(
+        f"checked; nothing was written, train writes {run.output}/adapter.yaml first",
+        file=sys.stderr,
+    )

@@ -1,0 +1,117 @@
+"""Which checkpoint a run resumes from, and whether it is this run's: decided from small files alone.
+
+A root holds ``iter_0000040/`` directories and ``latest``, one line of text. This module reads those and manifests, in any
+process, before anything is built; :mod:`megatron_xorl.training.checkpoint` reads and writes the tensors.
+
+A save over an existing iteration moves the old directory aside (``.replaced``) before the new one takes its name. A writer
+that is killed in between leaves the old one there, and :func:`checkpoint_directory` finds it.
+
+Refused: a pointer that is no iteration, another base, other adapters, another forward mode, another format version.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_xorl.config.adapter import AdapterConfig
+from megatron_xorl.errors import CheckpointError
+from megatron_xorl.weights.manifest import MANIFEST
+
+__all__ = [
+    "FORMAT_VERSION",
+    "LATEST",
+    "check_agrees",
+    "check_version",
+    "checkpoint_directory",
+    "iteration_directory",
+    "latest_iteration",
+    "run_identity",
+]
+
+FORMAT_VERSION = 1
+LATEST = "latest"
+REPLACED = ".replaced"
+
+
+def run_identity(base_fingerprint: str, adapter: AdapterConfig, seed: int) -> dict[str, Any]:
+    """What a checkpoint of a run must agree with, value by value, to be resumed: ``base``, ``adapter`` and ``forward``."""
+    return {
+        "base": {"fingerprint": base_fingerprint},
+        "adapter": adapter.to_dict() | {"seed": seed},
+        "forward": {"mode": "w8a16", "backend": "reference"},
+    }
+
+
+def iteration_directory(root: Path, iteration: int) -> Path:
+    """``<root>/iter_0000040``."""
+    return root / f"iter_{iteration:07d}"
+
+
+def checkpoint_directory(root: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies: under its name, or moved aside by a save that was killed."""
+    final = iteration_directory(root, iteration)
+    replaced = final.with_name(final.name + REPLACED)
+    return replaced if not final.exists() and (replaced / MANIFEST).is_file() else final
+
+
+def latest_iteration(root: Path) -> int | None:
+    """Iteration that ``<root>/latest`` names, or None when nothing was ever saved there.
+
+    The very first save may be killed between naming its directory and writing ``latest``; a single complete checkpoint is
+    the latest without it.
+
+    Raises:
+        CheckpointError: ``latest`` is unreadable, or there are several checkpoints and no ``latest``.
+    """
+    pointer = root / LATEST
+    if not pointer.is_file():
+        found = sorted(
+            path.parent for path in root.glob(f"iter_*/{MANIFEST}") if not path.parent.suffix
+        )
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{root} has {len(found)} checkpoints but no {LATEST} file; "
+                "write the iteration to resume from into it (one line, e.g. 40)"
+            )
+        return int(found[0].name.removeprefix("iter_")) if found else None
+    text = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    if not (text.isascii() and text.isdigit()):
+        raise CheckpointError(
+            f"{pointer} holds {text[:40]!r}; expected one iteration number; write the one to resume from"
+        )
+    return int(text)
+
+
+def check_agrees(directory: Path, manifest: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare a manifest with what :func:`run_identity` says of this run.
+
+    Raises:
+        CheckpointError: another format version, or lists every value that differs.
+    """
+    check_version(directory, manifest)
+    differences = []
+    for section in ("base", "adapter", "forward"):
+        saved, wanted = manifest.get(section, {}), expected[section]
+        differences += [
+            f"{section}.{key}: checkpoint has {saved.get(key)!r}, this run has {wanted.get(key)!r}"
+            for key in sorted(saved.keys() | wanted.keys())
+            if saved.get(key) != wanted.get(key)
+        ]
+    if differences:
+        raise CheckpointError(
+            f"{directory} is of another run: {'; '.join(differences)}; resume with the same base and adapter config"
+        )
+
+
+def check_version(directory: Path, manifest: dict[str, Any]) -> None:
+    """Refuse a checkpoint that another version of this package saved in another format.
+
+    Raises:
+        CheckpointError: names both versions.
+    """
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{directory} has format version {version}; this version reads {FORMAT_VERSION}; use the version that saved it"
+        )

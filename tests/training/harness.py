@@ -1,0 +1,407 @@
+"""One small training job on any parallel layout, and the comparison of two layouts.
+
+The one idea: what is compared is *logical*. Every rank reports the pieces of factors, gradients and
+choices that it holds with their place in the full logical tensor; :func:`assemble` puts the pieces of
+all ranks together, and refuses if two ranks hold different bits of the same place. So the comparison
+does not know which layout it looks at::
+
+    one = run_layout(job)
+    two = run_layout(replace(job, layout={"ep": 2}, world=2), states=one.states)
+    difference(one, two)
+
+The job is Megatron's own: DistributedDataParallel, DistributedOptimizer, the forward-backward
+schedule and ``finalize_model_grads``. Only the data and the loss function are the test's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.worlds import run_world
+
+LIMITS = {"gradient": 1e-5, "grad_norm": 1e-5, "loss": 1e-5, "drift": 1e-3}
+"""Equality across layouts in fp32: per-factor gradient rel-L2 and gradient norm at identical state; loss at every step and
+per-factor drift relative to the distance travelled, free running."""
+
+Piece = tuple[tuple[tuple[int, int], ...], int, int, Tensor]
+"""Half-open ranges of the full tensor, then which flattened part of that box the values are."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every layout runs alike, and the layout."""
+
+    directory: str
+    adapter: dict[str, Any]
+    steps: int = 20
+    keep: tuple[int, ...] = (1, 2, 10, 20)
+    seq: int = 40
+    global_batch: int = 2
+    lr: float = 1e-3
+    warmup: int = 10
+    """Steps of linear warm-up, as in real runs: Adam's first steps turn rounding noise in near-zero gradients into whole steps."""
+    layout: dict[str, int] = field(default_factory=dict)
+    world: int = 1
+    unreduced: str | None = None
+    """A factor whose gradient is left out of the reduction over ranks, to see that it is noticed."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A job's results in logical terms."""
+
+    losses: list[float]
+    norms: list[float]
+    start: dict[str, Tensor]
+    end: dict[str, Tensor]
+    states: dict[str, dict[str, Tensor]]
+    gradients: dict[str, dict[str, Tensor]]
+    state_norms: dict[str, float]
+    choices: dict[tuple[int, int, str], Tensor]
+    copies: int
+    """Elements of factors that more than one rank holds, all found equal."""
+
+
+def use_one_process() -> None:
+    """Make this process a CPU world of one; a second call changes nothing."""
+    from megatron_xorl.parallel.cpu import use_cpu
+    from megatron_xorl.parallel.groups import initialize
+
+    use_cpu()
+    initialize()
+
+
+def sample(step: int, index: int, seq: int) -> dict[str, Tensor]:
+    """Sample ``index`` of global batch ``step``: each has another number of labels, and some have none at all."""
+    generator = torch.Generator().manual_seed(1000 * step + index)
+    ids = torch.randint(0, 256, (1, seq + 1), generator=generator)
+    trained = 0 if (step + index) % 5 == 4 else 5 + (7 * step + 11 * index) % (seq - 8)
+    mask = torch.zeros(1, seq)
+    mask[:, seq - trained :] = 1.0
+    return {"tokens": ids[:, :-1], "labels": ids[:, 1:], "mask": mask, "index": torch.tensor(index)}
+
+
+def random_like(name: str, shape: tuple[int, ...]) -> Tensor:
+    """A factor's full value that depends on its logical name alone: what every layout can agree on."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    draw = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return draw / shape[-1] ** 0.5 * (0.3 if name.endswith("lora_B") else 1.0)
+
+
+def randomise(model: Any) -> dict[str, Tensor]:
+    """Give every factor of ``model`` its :func:`random_like` value; return the full values."""
+    from megatron_xorl.layers.attach import named_factors
+
+    full = {}
+    with torch.no_grad():
+        for name, (factor, piece, parameter) in named_factors(model).items():
+            full[name] = random_like(name, factor.shape)
+            parameter.copy_(piece.of(full[name]))
+    return full
+
+
+class Trainer:
+    """Model, Megatron's DDP and optimizer of one rank."""
+
+    def __init__(self, job: Job) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        from megatron_xorl.config.adapter import AdapterConfig
+        from megatron_xorl.layers.attach import named_factors
+        from megatron_xorl.training.model import load_model
+
+        self.job = job
+        self.module = load_model(job.directory, AdapterConfig(**job.adapter))
+        if job.unreduced:
+            named_factors(self.module)[job.unreduced][2].allreduce = False
+        self.model = DistributedDataParallel(
+            self.module.config,
+            DistributedDataParallelConfig(use_distributed_optimizer=True),
+            self.module,
+        )
+        self.module.config.finalize_model_grads_func = finalize_model_grads
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                lr=job.lr,
+                adam_beta1=0.9,
+                adam_beta2=0.95,
+                weight_decay=0.01,
+                clip_grad=1.0,
+                use_distributed_optimizer=True,
+            ),
+            [self.model],
+        )
+        self.factors = named_factors(self.module)
+        self.dp = (
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
+
+    def forward_backward(self, step: int) -> float:
+        """Leave the reduced gradients of global batch ``step``; return the mean loss of its trained tokens, on every rank."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        job, (rank, size) = self.job, self.dp
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        mine = [sample(step, index, job.seq) for index in range(rank, job.global_batch, size)]
+        told = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter(mine),
+            model=[self.model],
+            num_microbatches=len(mine),
+            seq_length=job.seq,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        total = torch.zeros(2, dtype=torch.float64)
+        for part in told:
+            total += part["loss"]
+        dist.all_reduce(total)  # tensor ranks repeat each other, in both sums alike
+        return (total[0] / total[1]).item()
+
+    def update(self, step: int) -> tuple[bool, float, Any]:
+        """Megatron's optimizer step at this step's learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.job.lr * min(1.0, step / self.job.warmup)
+        return self.optimizer.step()
+
+    def norm(self) -> float:
+        """Gradient norm as Megatron computes it."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def gradient_pieces(self) -> dict[str, Piece]:
+        """The reduced gradients this rank owns: the optimizer's shards."""
+        by_parameter = {
+            parameter: (name, piece) for name, (_, piece, parameter) in self.factors.items()
+        }
+        out = {}
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for parameter in getattr(part, "model_param_gbuf_map", {}):
+                where = part._get_model_param_range_map(parameter)["param"]
+                name, piece = by_parameter[parameter]
+                values = parameter.main_grad.view(-1)[where.start : where.end].clone()
+                out[name] = (piece.ranges, where.start, where.end, values)
+        return out
+
+    def factor_pieces(self) -> dict[str, Piece]:
+        """Every factor as this rank's model holds it."""
+        return {
+            name: (piece.ranges, 0, parameter.numel(), parameter.detach().reshape(-1).clone())
+            for name, (_, piece, parameter) in self.factors.items()
+        }
+
+    def set_factors(self, full: dict[str, Tensor]) -> None:
+        """Put full logical values in."""
+        with torch.no_grad():
+            for name, (_, piece, parameter) in self.factors.items():
+                parameter.copy_(piece.of(full[name]))
+
+
+def _forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
+    batch = next(iterator)
+    module = model.module
+    module.current_sample = int(batch["index"])
+    positions = torch.arange(batch["tokens"].shape[1]).unsqueeze(0)
+    losses = model(batch["tokens"], positions, None, labels=batch["labels"])
+
+    def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        loss, count = (output.float() * batch["mask"]).sum(), batch["mask"].sum()
+        told = torch.stack([loss.detach().double(), count.double()])
+        return loss, count.to(torch.int), {"loss": told}
+
+    return losses, reduce
+
+
+def watch_choices(module: Any) -> dict[tuple[int, int, str], Tensor]:
+    """Record, from now on, ``(sample, layer, "index"|"route")`` -> bool ``[s, …]`` of every forward."""
+    from megatron_xorl.layers.indexer import Indexer
+    from megatron_xorl.layers.router import GlmRouter
+
+    seen: dict[tuple[int, int, str], Tensor] = {}
+    for layer in module.decoder.layers:
+        number = layer.layer_number - 1
+
+        def indexed(_: Any, __: Any, selected: Tensor, number: int = number) -> None:
+            seen[(module.current_sample, number, "index")] = index_sets(selected)
+
+        def routed(_: Any, __: Any, output: Any, number: int = number) -> None:
+            seen[(module.current_sample, number, "route")] = output[1].clone()
+
+        for part in layer.modules():
+            if isinstance(part, Indexer):
+                part.register_forward_hook(indexed)
+            if isinstance(part, GlmRouter):
+                part.register_forward_hook(routed)
+    return seen
+
+
+def index_sets(selected: Tensor) -> Tensor:
+    """bool ``[b, s, s]`` from a selection int64 ``[s, b, topk]`` in which -1 is unused."""
+    length = selected.shape[0]
+    sets = torch.zeros(*selected.transpose(0, 1).shape[:2], length + 1, dtype=torch.bool)
+    places = selected.transpose(0, 1)
+    return sets.scatter(-1, places.masked_fill(places < 0, length), True)[..., :-1]
+
+
+def run_rank(job: Job, states: dict[str, dict[str, Tensor]] | None) -> dict[str, Any]:
+    """One rank of :func:`run_layout`."""
+    from megatron.core import parallel_state
+
+    from megatron_xorl.parallel.cpu import use_cpu
+    from megatron_xorl.parallel.groups import initialize
+
+    use_cpu()
+    initialize(**job.layout)
+    trainer = Trainer(job)
+    choices = watch_choices(trainer.module)
+    told: dict[str, Any] = {
+        "losses": [],
+        "norms": [],
+        "start": trainer.factor_pieces(),
+        "states": {},
+        "gradients": {},
+        "state_norms": {},
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+    }
+    for step in range(1, job.steps + 1):
+        if step in job.keep:
+            told["states"][f"step {step}"] = trainer.factor_pieces()
+        told["losses"].append(trainer.forward_backward(step))
+        if step == 1:
+            told["choices"] = dict(choices)
+        updated, norm, _ = trainer.update(step)
+        assert updated
+        told["norms"].append(float(norm))
+    told["end"] = trainer.factor_pieces()
+    for name in (*(f"step {step}" for step in job.keep), "random"):
+        _gradients_at(trainer, told, name, states)
+    return told
+
+
+def _gradients_at(
+    trainer: Trainer, told: dict[str, Any], name: str, states: dict[str, dict[str, Tensor]] | None
+) -> None:
+    """Gradients at a given state; without one, at this run's own (a world of one holds every factor whole)."""
+    if name == "random":
+        randomise(trainer.module)
+    elif states is not None:
+        trainer.set_factors(states[name])
+    else:
+        trainer.set_factors(assemble([told["states"][name]])[0])
+    trainer.forward_backward(1 if name == "random" else int(name.split()[1]))
+    told["gradients"][name] = trainer.gradient_pieces()
+    told["state_norms"][name] = trainer.norm()
+
+
+def run_layout(
+    job: Job, states: dict[str, dict[str, Tensor]] | None = None, timeout: float = 240.0
+) -> Outcome:
+    """Run the job: free-running steps, then gradients at ``states`` (the one-process run's) and at random factors."""
+    ranks = run_world(run_rank, job.world, job, states, timeout=timeout)
+
+    def whole(pick: Any) -> dict[str, Tensor]:
+        return assemble([pick(rank) for rank in ranks])[0]
+
+    end, copies = assemble([rank["end"] for rank in ranks])
+    return Outcome(
+        losses=ranks[0]["losses"],
+        norms=ranks[0]["norms"],
+        start=whole(lambda rank: rank["start"]),
+        end=end,
+        states={name: whole(lambda rank, n=name: rank["states"][n]) for name in ranks[0]["states"]},
+        gradients={
+            name: whole(lambda rank, n=name: rank["gradients"][n]) for name in ranks[0]["gradients"]
+        },
+        state_norms=ranks[0]["state_norms"],
+        choices=_join_choices(ranks),
+        copies=copies,
+    )
+
+
+def assemble(pieces: list[dict[str, Piece]]) -> tuple[dict[str, Tensor], int]:
+    """Full tensors from the pieces of all ranks, and how many elements more than one rank holds.
+
+    Raises:
+        AssertionError: two ranks hold different values of one place, or a place is held by nobody.
+    """
+    full: dict[str, Tensor] = {}
+    copies = 0
+    shapes: dict[str, list[int]] = {}
+    for held in pieces:
+        for name, (ranges, *_) in held.items():
+            stops = [stop for _, stop in ranges]
+            shapes[name] = [max(a, b) for a, b in zip(shapes.get(name, stops), stops, strict=True)]
+    for held in pieces:
+        for name, (ranges, start, end, values) in held.items():
+            target = full.setdefault(
+                name, torch.full(shapes[name], float("nan"), dtype=values.dtype)
+            )
+            places = torch.arange(target.numel()).view(target.shape)
+            box = places[tuple(slice(a, b) for a, b in ranges)].reshape(-1)[start:end]
+            there = target.view(-1)[box]
+            known = ~there.isnan()
+            different = int((there[known] != values[known]).sum())
+            assert not different, (
+                f"{name}: {different} elements differ between ranks that share them"
+            )
+            copies += int(known.sum())
+            target.view(-1)[box] = values
+    for name, value in full.items():
+        assert not value.isnan().any(), f"{name}: no rank holds part of it"
+    return full, copies
+
+
+def _join_choices(ranks: list[dict[str, Any]]) -> dict[tuple[int, int, str], Tensor]:
+    """Selections are whole on every rank; routes are those of a tensor rank's own part of the sequence."""
+    joined: dict[tuple[int, int, str], dict[int, Tensor]] = {}
+    for rank in ranks:
+        for key, value in rank["choices"].items():
+            joined.setdefault(key, {})[rank["tp_rank"] if key[2] == "route" else 0] = value
+    return {key: torch.cat([parts[tp] for tp in sorted(parts)]) for key, parts in joined.items()}
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """rel-L2 in fp64; a pair of exact zeros is equal."""
+    scale = expected.double().norm()
+    gap = (found.double() - expected.double()).norm()
+    return 0.0 if gap == 0 else (gap / scale).item()
+
+
+def difference(one: Outcome, other: Outcome) -> dict[str, tuple[float, str]]:
+    """Worst figure of each kind in :data:`LIMITS`, with where it was seen."""
+    worst = dict.fromkeys(LIMITS, (0.0, ""))
+
+    def note(kind: str, figure: float, where: str) -> None:
+        if not figure <= worst[kind][0]:  # a NaN is noted too
+            worst[kind] = (figure, where)
+
+    for state, gradients in one.gradients.items():
+        assert gradients.keys() == other.gradients[state].keys()
+        for name, gradient in gradients.items():
+            note("gradient", relative(other.gradients[state][name], gradient), f"{state}, {name}")
+        gap = abs(other.state_norms[state] - one.state_norms[state])
+        note("grad_norm", gap / one.state_norms[state], state)
+    for step, (a, b) in enumerate(zip(one.losses, other.losses, strict=True), 1):
+        note("loss", abs(a - b) / abs(a), f"step {step}")
+    for name, end in one.end.items():
+        travelled = (end - one.start[name]).double().norm().item()
+        gap = (other.end[name] - end).double().norm().item()
+        note("drift", gap / travelled if travelled else float(gap > 0), name)
+    return worst
+
+
+def beyond_limits(worst: dict[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
+    """The kinds that exceed :data:`LIMITS`."""
+    return {kind: found for kind, found in worst.items() if not found[0] <= LIMITS[kind]}
