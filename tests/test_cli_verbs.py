@@ -21,7 +21,7 @@ from megatron_xorl.config.model import load_glm_config
 from megatron_xorl.weights.adapter_files import write_adapter
 from megatron_xorl.weights.fingerprint import fingerprint
 from megatron_xorl.weights.reader import HfCheckpoint
-from tests.worlds import run_world
+from tests.worlds import run_world, start_world
 
 PROGRAM = Path(sys.executable).with_name("megatron-xorl")
 ANSWER = "42"
@@ -193,18 +193,14 @@ def test_adapter_inspect_counts_what_is_in_the_file(
     assert report["base_fingerprint"] in out
 
 
-@pytest.mark.parametrize("verb", ["export", "inspect"])
-def test_what_is_no_checkpoint_and_no_adapter_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, verb: str
-) -> None:
-    arguments = [tmp_path, tmp_path / "out"] if verb == "export" else [tmp_path]
-    code, out, err = run(capsys, "adapter", verb, *arguments)
+def test_what_is_no_adapter_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, "adapter", "inspect", tmp_path)
     assert (code, out) == (2, "")
-    assert str(tmp_path) in err.splitlines()[-1]
+    assert err.startswith(f"megatron-xorl: {tmp_path} has no adapter_config.json")
 
 
-def recall_in_a_world(arguments: list[str], folder: str) -> int:
-    """Run the verb where it may start Megatron, its stdout at the level of the process in a file."""
+def verb_in_a_world(arguments: list[str], folder: str) -> int:
+    """Run a verb where it may start Megatron, its stdout at the level of the process in a file."""
     sys.stdout.flush()
     os.dup2(os.open(f"{folder}/stdout", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 1)
     sys.stdout = os.fdopen(1, "w")
@@ -217,12 +213,22 @@ def recall_in_a_world(arguments: list[str], folder: str) -> int:
     return 0
 
 
+def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    arguments = ["adapter", "export", str(tmp_path), str(tmp_path / "adapter")]
+    with start_world(verb_in_a_world, 1, arguments, str(tmp_path), process_group=False) as world:
+        assert world.results() == [2]
+        last = world.log(0).splitlines()[-1]
+    assert last.startswith(f"megatron-xorl: {tmp_path} has no manifest.json")
+    assert (tmp_path / "stdout").read_text() == ""
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_recall_answers_with_one_document_and_fails_on_a_miss(
     tmp_path: Path, tiny_dir: Path
 ) -> None:
     file = run_file(tmp_path, tiny_dir)
     (code,) = run_world(
-        recall_in_a_world, 1, ["recall", str(file), "--json"], str(tmp_path), process_group=False
+        verb_in_a_world, 1, ["recall", str(file), "--json"], str(tmp_path), process_group=False
     )
     report = json.loads((tmp_path / "stdout").read_text())
     assert code == 1
@@ -240,7 +246,7 @@ def test_recall_asks_the_adapter_it_is_given(tmp_path: Path, tiny_dir: Path) -> 
         if fill is not None:
             directory = adapter_directory(tmp_path / f"adapter{fill}", tiny_dir, fill)
             arguments += ["--adapter", str(directory)]
-        run_world(recall_in_a_world, 1, arguments, str(tmp_path), process_group=False)
+        run_world(verb_in_a_world, 1, arguments, str(tmp_path), process_group=False)
         said.append(json.loads((tmp_path / "stdout").read_text())["pairs"][0]["got"])
     base, zeros, other = said
     assert base == zeros != other
@@ -270,7 +276,7 @@ def test_recall_refuses_bad_data_by_its_line(tmp_path: Path, tiny_dir: Path) -> 
     file = run_file(tmp_path, tiny_dir)
     (tmp_path / "train.jsonl").write_text('{"messages": [{"role": "user", "content": "?"}]}\n')
     arguments = ["recall", str(file), "--json"]
-    assert run_world(recall_in_a_world, 1, arguments, str(tmp_path), process_group=False) == [2]
+    assert run_world(verb_in_a_world, 1, arguments, str(tmp_path), process_group=False) == [2]
     assert (tmp_path / "stdout").read_text() == ""
 
 

@@ -117,7 +117,9 @@ def test_each_pipeline_stage_gets_the_specs_of_its_own_layers() -> None:
 
 
 @pytest.mark.dist
-def test_a_pipeline_cut_between_a_full_layer_and_its_sharers_is_refused_with_the_layers_named() -> None:
+def test_a_pipeline_cut_between_a_full_layer_and_its_sharers_is_refused_with_the_layers_named() -> (
+    None
+):
     first, second = run_world(_stage, 2, ["full", "full", "shared", "shared"])
     assert first == [True, False]
     assert isinstance(second, str)
@@ -136,5 +138,5 @@ def test_a_virtual_stage_is_judged_by_its_own_first_layer() -> None:
 def test_the_provider_refuses_a_separate_core_attention() -> None:
     from megatron_xorl.layers.provider import FrozenSpecProvider
 
-    with pytest.raises(LayoutError, match="build the layer with megatron_xorl.specs"):
+    with pytest.raises(LayoutError, match=r"build the layer with megatron_xorl\.specs"):
         FrozenSpecProvider(load_glm_config("tiny")).core_attention()

@@ -1,14 +1,15 @@
 """The program itself: errors to exit codes, and what all verbs share.
 
 The one idea: stdout belongs to the answer. Megatron, torch and gloo print as they please, gloo from
-C++, so a verb that works with them does so under :func:`stdout_to_stderr`, which also silences what
-Megatron says on import about packages that are not needed here.
+C++, so a verb that works with them does so under :func:`stdout_to_stderr`, which also silences
+their warnings about packages and devices that a verb does not need.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import traceback
@@ -70,6 +71,8 @@ def stdout_to_stderr() -> Iterator[None]:
     try:
         with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"megatron\.")
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
             yield
     finally:
         os.dup2(kept, 1)

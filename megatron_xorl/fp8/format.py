@@ -13,8 +13,7 @@ without a word.
 
 Refused, by the name of the tensor: inf/NaN in a weight, a scale that is missing, not fp32, not
 finite or not positive, a grid that is not the ceiling division by the *configured* block (the block
-is never guessed from the grid: 576 rows on 5 scale rows would be taken for blocks of 116), and a
-parallel cut that does not fall on the grid.
+is never guessed from the grid: 576 rows on 5 scale rows would be taken for blocks of 116).
 """
 
 from __future__ import annotations
@@ -29,12 +28,8 @@ __all__ = [
     "E4M3_MAX",
     "block_grid",
     "check_pair",
-    "cut_range",
     "dequantize_blocks",
-    "legal_cuts",
     "quantize_blocks",
-    "scale_range",
-    "slice_blocks",
 ]
 
 Block = tuple[int, int]
@@ -128,73 +123,6 @@ def check_pair(name: str, codes: Tensor, scales: Tensor, block: Block) -> None:
         raise FormatError(
             f"{name}: the codes hold e4m3 NaN (0x7F or 0xFF); the weight is damaged, fetch the shard again"
         )
-
-
-def legal_cuts(size: int, block_size: int, up_to: int = 64) -> tuple[int, ...]:
-    """Return the world sizes (1..``up_to``) into which an axis can be cut equally with every cut on the block grid."""
-    return tuple(
-        n
-        for n in range(1, up_to + 1)
-        if n == 1 or (size % n == 0 and (size // n) % block_size == 0)
-    )
-
-
-def cut_range(
-    size: int, block_size: int, rank: int, world: int, *, what: str = "axis"
-) -> tuple[int, int]:
-    """Return ``(start, stop)`` of this rank's equal share of an axis.
-
-    Raises:
-        FormatError: the share is not a whole number of blocks; the message lists the world sizes that work.
-    """
-    if world not in legal_cuts(size, block_size, max(world, 1)):
-        share = size / world if world > 0 else float("nan")
-        raise FormatError(
-            f"{what} of {size} cut over {world} ranks gives {share:g} each = {share / block_size:g} blocks of {block_size}: "
-            f"a cut inside a block would need a scale of its own; legal sizes: {list(legal_cuts(size, block_size))}"
-        )
-    if not 0 <= rank < world:
-        raise FormatError(
-            f"rank {rank} is outside 0..{world - 1}; pass this rank's place in the group that cuts the weight"
-        )
-    return rank * (size // world), (rank + 1) * (size // world)
-
-
-def scale_range(start: int, stop: int, block_size: int) -> tuple[int, int]:
-    """Return the scale indices that cover elements ``start:stop``; ``start`` lies on the grid."""
-    return start // block_size, -(-stop // block_size)
-
-
-def slice_blocks(
-    codes: Tensor,
-    scales: Tensor,
-    block: Block,
-    axis: int,
-    rank: int,
-    world: int,
-    *,
-    name: str = "weight",
-) -> tuple[Tensor, Tensor]:
-    """Return views of the codes and scales that ``rank`` of ``world`` owns when ``axis`` of the matrix is cut.
-
-    Args:
-        codes: ``[..., N, K]``.
-        scales: of shape ``block_grid(codes.shape, block)``.
-        block: ``weight_block_size``.
-        axis: 0 cuts rows (outputs), 1 cuts columns (inputs).
-        rank: this rank's place.
-        world: number of equal parts.
-        name: named in the error message.
-
-    Raises:
-        FormatError: the cut is off the grid (the legal sizes are listed), or the pair does not fit.
-    """
-    _check_shapes(name, codes, scales, block)
-    dim = axis - 2
-    what = f"{name}: axis {axis}"
-    start, stop = cut_range(codes.shape[dim], block[axis], rank, world, what=what)
-    first, last = scale_range(start, stop, block[axis])
-    return codes.narrow(dim, start, stop - start), scales.narrow(dim, first, last - first)
 
 
 def _check_shapes(name: str, codes: Tensor, scales: Tensor, block: Block) -> None:

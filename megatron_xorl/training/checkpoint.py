@@ -307,9 +307,8 @@ def _merge(document: dict[str, Any]) -> dict[str, Any]:
 def _publish(root: Path, partial: Path, final: Path, iteration: int) -> None:
     """Give the finished directory its name and point ``latest`` at it."""
     replaced = final.with_name(final.name + REPLACED)
-    if (
-        final.exists()
-    ):  # else an earlier save was killed here, and the one moved aside is all there is
+    # Where there is no final one, an earlier save was killed here, and the one moved aside is all there is.
+    if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(final, replaced)
     os.rename(partial, final)

@@ -4,8 +4,8 @@ Megatron has no hook for these; each entry says what it replaces and why, and a 
 happens without it.
 
 * ``save_checkpoint``, ``load_checkpoint`` (``megatron.training.training``): adapter-only, complete or
-  refused. Megatron's own would save the base's frozen bytes, and its loader falls back to a
-  non-strict load with a print.
+  refused. Megatron's own walks the whole model and stops at the frozen head, and its loader falls
+  back to a non-strict load with a print.
 * ``training_log`` (``megatron.training.training``): one JSON line an iteration in ``metrics.jsonl``.
   Megatron prints interval means, in which a resumed run's second line is a mean over two iterations.
 * ``build_train_valid_test_data_iterators`` (``megatron.training.training``): leaves the random state

@@ -118,6 +118,13 @@ class AdapterFile:
                 f"{self.directory / CONFIG_NAME} has no megatron_xorl section with format sglang_shared_outer; "
                 "only adapters written by megatron-xorl can be loaded"
             )
+        if not isinstance(own.get("adapter"), dict) or not isinstance(
+            own.get("base_fingerprint"), str
+        ):
+            raise AdapterError(
+                f"{self.directory / CONFIG_NAME} lacks adapter or base_fingerprint in its megatron_xorl section; "
+                "export the adapter again"
+            )
         self.adapter = AdapterConfig.from_dict(own["adapter"], str(self.directory / CONFIG_NAME))
         self.base_fingerprint: str = own["base_fingerprint"]
         self._files = self._locate()
@@ -187,12 +194,9 @@ class AdapterFile:
 
     def _locate(self) -> dict[str, str]:
         """``{key: file name}``, every file opened once to see that it is whole."""
-        index = self.directory / INDEX_NAME
         names = [WEIGHTS_NAME]
-        if index.is_file():
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+        if (self.directory / INDEX_NAME).is_file():
+            names = self._indexed()
         located: dict[str, str] = {}
         for name in names:
             path = self.directory / name
@@ -204,6 +208,21 @@ class AdapterFile:
                     f"{path} cannot be read ({error}); export the adapter again"
                 ) from error
         return located
+
+    def _indexed(self) -> list[str]:
+        """Shards that the index names; all lie in the directory."""
+        path = self.directory / INDEX_NAME
+        try:
+            names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise AdapterError(
+                f"{path} is no index of shards (a weight_map of keys to file names); export the adapter again"
+            ) from None
+        if outside := [name for name in names if Path(name).name != name]:
+            raise AdapterError(
+                f"{path} names {outside[0]!r}, which is not a file of this index's directory; export the adapter again"
+            )
+        return names
 
 
 def _first(names: list[str]) -> str:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from megatron_xorl.config.model import GlmConfig, load_glm_config, preset_dict
 from megatron_xorl.convert.tiny import make_tiny, tiny_config
 from megatron_xorl.errors import WeightsError
-from megatron_xorl.fp8.format import legal_cuts
 from megatron_xorl.weights.names import hf_tensors
 from megatron_xorl.weights.reader import HfCheckpoint
+from megatron_xorl.weights.slices import legal_cuts
 from tests.oracle import hf_oracle, hf_tensors_fp32
 
 FIXTURES = ("tiny_dir", "tiny128_dir")

@@ -13,12 +13,8 @@ from megatron_xorl.fp8.format import (
     E4M3_MAX,
     block_grid,
     check_pair,
-    cut_range,
     dequantize_blocks,
-    legal_cuts,
     quantize_blocks,
-    scale_range,
-    slice_blocks,
 )
 
 
@@ -193,60 +189,6 @@ def test_a_damaged_pair_is_refused_and_a_sound_one_is_not(damage, message):
     check_pair("q", codes, scales, (128, 128))
     with pytest.raises(FormatError, match=message):
         check_pair("q", *damage(codes, scales), (128, 128))
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_slices_dequantise_to_the_slices_of_the_whole(axis, world):
-    block = (32, 16)
-    codes, scales = _pair((512, 320), block)
-    whole = dequantize_blocks(codes, scales, block)
-    parts = [
-        dequantize_blocks(*slice_blocks(codes, scales, block, axis, rank, world), block)
-        for rank in range(world)
-    ]
-    assert torch.equal(torch.cat(parts, dim=axis), whole)
-
-
-def test_a_ragged_weight_is_cut_only_into_one():
-    codes, scales = _pair((576, 256))
-    whole, whole_scales = slice_blocks(codes, scales, (128, 128), 0, 0, 1)
-    assert whole.shape == codes.shape and whole_scales.shape == scales.shape
-    with pytest.raises(
-        FormatError,
-        match=r"kv_a: axis 0 of 576 cut over 2 ranks .* 2\.25 blocks.*legal sizes: \[1\]",
-    ):
-        slice_blocks(codes, scales, (128, 128), 0, 0, 2, name="kv_a")
-
-
-@pytest.mark.parametrize(
-    ("size", "block", "legal"),
-    [
-        (258, 128, (1,)),
-        (384, 128, (1, 3)),
-        (384, 64, (1, 2, 3, 6)),
-        (256, 64, (1, 2, 4)),
-        (896, 32, (1, 2, 4, 7, 14, 28)),
-        (1, 128, (1,)),
-    ],
-)
-def test_legal_cuts_are_those_whose_every_edge_lies_on_the_grid(size, block, legal):
-    by_edges = tuple(
-        n
-        for n in range(1, 65)
-        if size % n == 0 and all((size // n * k) % block == 0 for k in range(1, n))
-        if n == 1 or (size // n) % block == 0
-    )
-    assert legal_cuts(size, block) == legal == by_edges
-
-
-def test_ranges_cover_the_axis_once():
-    edges = [cut_range(896, 32, rank, 4) for rank in range(4)]
-    assert edges == [(0, 224), (224, 448), (448, 672), (672, 896)]
-    assert [scale_range(*edge, 32) for edge in edges] == [(0, 7), (7, 14), (14, 21), (21, 28)]
-    assert scale_range(0, 576, 128) == (0, 5)
-    with pytest.raises(FormatError, match=r"rank 4 is outside 0\.\.3"):
-        cut_range(896, 32, 4, 4)
 
 
 def test_the_largest_code_is_448():

@@ -105,9 +105,7 @@ def test_fp64_activations_give_the_exact_product() -> None:
 
 
 def _grouped_exact(exact: Tensor, counts: list[int]) -> Callable[[Tensor], Tensor]:
-    return lambda x: torch.cat(
-        [part @ w.T for part, w in zip(x.split(counts), exact, strict=True)]
-    )
+    return lambda x: torch.cat([part @ w.T for part, w in zip(x.split(counts), exact, strict=True)])
 
 
 @DTYPES
@@ -318,6 +316,8 @@ def test_a_wrong_product_is_seen_by_the_same_comparison(
             fp8_linear, "_matmul", lambda dy, w, e, out: (real(dy, w, e, out), out.mul_(2))
         )
     errors = _check(
-        lambda t: frozen_linear(t, weight), lambda t: t @ exact.T, _inputs(5, 96, dtype=torch.float32)
+        lambda t: frozen_linear(t, weight),
+        lambda t: t @ exact.T,
+        _inputs(5, 96, dtype=torch.float32),
     )
     assert max(errors) > 1e-2, errors

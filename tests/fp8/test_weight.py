@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -81,7 +83,7 @@ def test_tiles_cover_the_weight_exactly_once() -> None:
         (weight.row_tiles(torch.bfloat16, multiple=112), 70_000, 512),
     ):
         assert tiles[0].start == 0 and tiles[-1].stop == length and len(tiles) > 1
-        assert all(a.stop == b.start for a, b in zip(tiles, tiles[1:], strict=False))
+        assert all(a.stop == b.start for a, b in itertools.pairwise(tiles))
         itemsize = 2 if tiles[0].stop % 112 == 0 else 4
         assert max(t.stop - t.start for t in tiles) * other * itemsize <= 8 * 2**20
     assert all(t.start % 112 == 0 for t in weight.row_tiles(torch.bfloat16, multiple=112))

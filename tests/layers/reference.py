@@ -66,9 +66,7 @@ class Reference:
         x = rms_norm(x, self.w["model.norm.weight"], self.c["rms_norm_eps"])
         return x @ self.weight("lm_head").T
 
-    def _attention(
-        self, h: Tensor, layer: int, chosen: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _attention(self, h: Tensor, layer: int, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
         c, name = self.c, f"model.layers.{layer}.self_attn"
         heads, nope, value = c["num_attention_heads"], c["qk_nope_head_dim"], c["v_head_dim"]
         batch, length, _ = h.shape
@@ -141,9 +139,7 @@ class Reference:
         out = torch.zeros_like(flat)
         for expert in range(c["n_routed_experts"]):
             gate, up, down = (
-                self.weight(
-                    f"{name}.experts.{expert}.{p}_proj", f"{name}.experts.{p}_proj", expert
-                )
+                self.weight(f"{name}.experts.{expert}.{p}_proj", f"{name}.experts.{p}_proj", expert)
                 for p in ("gate", "up", "down")
             )
             y = (F.silu(flat @ gate.T) * (flat @ up.T)) @ down.T

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_xorl.config.adapter import AdapterConfig
 from tests.layers.reference import Reference, mean_loss
-from tests.training.harness import index_sets, randomise, relative, use_one_process
+from tests.training.comparison import relative
+from tests.training.harness import index_sets, randomise, use_one_process
 
 ADAPTER = {"rank": {"routed_experts": 3, "default": 5}, "alpha": 10}
 REGIONS = ("attention", "dense_mlp", "shared_experts", "routed_experts", "lm_head")
@@ -125,7 +126,12 @@ def test_gradients_of_every_factor_equal_the_fp64_gradients(run: Any) -> None:
     names = {factor.name for factor in model.inventory.factors}
     assert names == reference.factors.keys() and len(names) == 84
     worst = _by_region(model, {name: leaf.grad for name, leaf in reference.factors.items()})
-    print("\n" + "\n".join(f"{region:16s} {worst[region][0]:.1e}  {worst[region][1]}" for region in REGIONS))
+    print(
+        "\n"
+        + "\n".join(
+            f"{region:16s} {worst[region][0]:.1e}  {worst[region][1]}" for region in REGIONS
+        )
+    )
     assert set(worst) == set(REGIONS)
     assert all(0 <= figure <= LIMIT for figure, _ in worst.values()), worst
 
@@ -155,7 +161,11 @@ def test_a_kv_b_adapter_without_its_k_half_is_seen(
     worst = _by_region(model, {name: leaf.grad for name, leaf in reference.factors.items()})
     assert worst["attention"][0] > 100 * LIMIT
     parameter = dict(model.named_parameters())
-    b = next(p for name, p in parameter.items() if "0.self_attention.linear_kv_up_proj" in name and "lora_B" in name)
+    b = next(
+        p
+        for name, p in parameter.items()
+        if "0.self_attention.linear_kv_up_proj" in name and "lora_B" in name
+    )
     halves = b.grad.view(8, 112, -1)
     assert halves[:, :48].count_nonzero() == 0 and halves[:, 48:].count_nonzero() > 0
 

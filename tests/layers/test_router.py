@@ -84,7 +84,8 @@ def test_choices_and_weights_equal_transformers(changes: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    "changes", [{"n_group": 4, "topk_group": 2}, {"norm_topk_prob": False}, {"num_experts_per_tok": 1}]
+    "changes",
+    [{"n_group": 4, "topk_group": 2}, {"norm_topk_prob": False}, {"num_experts_per_tok": 1}],
 )
 def test_the_comparison_sees_a_config_key_that_is_not_obeyed(changes: dict[str, Any]) -> None:
     inputs = _inputs(_config(changes))
@@ -151,10 +152,8 @@ def test_codes_scales_and_router_bias_are_the_file_s_bytes_after_a_cast(
     from megatron_xorl.training.model import load_model
 
     model = load_model(tiny_dir, dtype=torch.bfloat16)
-    if cast == "Float16Module":
-        model = Float16Module(model.config, model).module
-    else:
-        model = getattr(model, cast)()
+    casts = {"Float16Module": lambda: Float16Module(model.config, model).module}
+    model = casts.get(cast, getattr(model, cast, None))()
     layer, expected = model.decoder.layers[2], _file_bytes(tiny_dir)
     bank = layer.mlp.experts.linear_fc2.base
     assert torch.equal(bank.codes, expected["codes"]) and bank.codes.dtype == torch.uint8

@@ -15,9 +15,7 @@ from megatron_xorl.parallel.ownership import mark_ownership, ownership
 # (tp, ep, etp, cp, dp): worlds of up to 16 ranks, expert groups included.
 LAYOUTS = [
     (tp, ep, etp, cp, dp)
-    for tp, ep, etp, cp, dp in itertools.product(
-        (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4)
-    )
+    for tp, ep, etp, cp, dp in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4))
     if tp * cp * dp <= 16 and (tp * cp * dp) % (ep * etp) == 0
 ]
 KINDS = {
@@ -61,10 +59,7 @@ def _summed(marks: dict[str, object], rank: int, layout: tuple[int, ...]) -> lis
     peers = range(rank // tp * tp, rank // tp * tp + tp) if marks["sequence_parallel"] else [rank]
     stride = tp if marks["allreduce"] else etp * ep
     return [
-        other
-        for peer in peers
-        for other in range(tp * cp * dp)
-        if other % stride == peer % stride
+        other for peer in peers for other in range(tp * cp * dp) if other % stride == peer % stride
     ]
 
 

@@ -128,7 +128,13 @@ def test_what_requires_a_gradient_is_exactly_the_trainable_part_of_the_inventory
 # ---- twenty steps ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scope", ["moe", "shared_experts", "routed_experts"])
+@pytest.mark.parametrize(
+    "scope",
+    [
+        "routed_experts",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("moe", "shared_experts")),
+    ],
+)
 def test_keeping_or_dropping_the_factors_outside_the_scope_trains_the_same_bits(
     scope: str, tiny_dir: Path
 ) -> None:

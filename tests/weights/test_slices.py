@@ -44,7 +44,12 @@ def test_the_scale_range_of_a_ragged_end_includes_its_part_block() -> None:
 @pytest.mark.parametrize(
     ("size", "world", "block", "says"),
     [
-        (896, 8, 32, "an axis of 896 cannot be cut 8 ways into blocks of 32; legal sizes: 1, 2, 4, 7"),
+        (
+            896,
+            8,
+            32,
+            "an axis of 896 cannot be cut 8 ways into blocks of 32; legal sizes: 1, 2, 4, 7",
+        ),
         (144, 2, 32, "legal sizes: 1"),
         (320, 3, None, "cannot be cut 3 ways into whole elements; legal sizes: 1, 2, 4, 5"),
         (576, 2, 128, "legal sizes: 1"),

@@ -1,0 +1,91 @@
+"""Recall: which pairs are asked, how an answer is judged, and that the adapter makes the difference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worlds import run_world
+
+pytestmark = pytest.mark.dist
+
+
+def chat(*turns: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[n % 2], "content": t} for n, t in enumerate(turns)]}
+
+
+def pairs_of(path: Path) -> list[Any]:
+    from megatron_xorl.training.recall import read_pairs
+
+    return read_pairs(path)
+
+
+def test_the_last_assistant_turn_is_asked_for_and_what_precedes_it_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    lines = [chat("a?", "b"), chat("c?", "d", "e?", "f"), chat("g?", "h", "thanks")]
+    path.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    (pairs,) = run_world(pairs_of, 1, path, process_group=False)
+    asked = [([m["content"] for m in messages], expected) for messages, expected in pairs]
+    assert asked == [(["a?"], "b"), (["c?", "d", "e?"], "f"), (["g?"], "h")]
+
+
+def judge(model: Path, data: Path, replies: list[str]) -> dict[str, Any]:
+    """Recall with a model whose replies are given, token for token."""
+    import torch
+
+    import megatron_xorl.training.recall as product
+    from megatron_xorl.config.run import RunConfig
+    from megatron_xorl.parallel.cpu import use_cpu
+    from megatron_xorl.parallel.groups import initialize
+    from megatron_xorl.training.chat import ChatTokenizer, generation_prompt
+
+    use_cpu()
+    initialize()
+    tokenizer = ChatTokenizer(model)
+    prompts: list[list[int]] = []
+
+    def reply(_: Any, input_ids: torch.Tensor, max_new_tokens: int) -> torch.Tensor:
+        text, _, end = replies[len(prompts)].partition("<|user|>")
+        prompts.append(input_ids[0].tolist())
+        ids = tokenizer.encode(text)
+        if end or "<|user|>" in replies[len(prompts) - 1]:
+            ids.append(tokenizer.special("<|user|>"))
+        assert len(ids) <= max_new_tokens
+        return torch.cat([input_ids, torch.tensor([ids], dtype=torch.int64)], dim=1)
+
+    product.generate = reply
+    run = RunConfig(
+        model={"path": str(model), "dtype": "fp32"},
+        adapter={"rank": 2, "alpha": 4},
+        data={"train": str(data), "seq_length": 64},
+        optimizer={"lr": 1e-3},
+        schedule={"steps": 1},
+        batch={"global": 1},
+        output="out",
+    )
+    report = product.recall(run, None)
+    expected = [generation_prompt(messages, tokenizer) for messages, _ in product.read_pairs(data)]
+    return report | {"prompted as trained": prompts == expected}
+
+
+def test_only_the_exact_answer_with_or_without_its_end_marker_counts(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    replies = ["Kx7", "Kx7<|user|>", "Kx7 <|user|>", "kx7<|user|>", "", "Kx7!"]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps(chat(f"code {n}?", "Kx7")) for n in range(len(replies))))
+    (report,) = run_world(judge, 1, tiny_dir, path, replies)
+    assert [pair["exact"] for pair in report["pairs"]] == [True, True, False, False, False, False]
+    assert (report["exact"], report["total"]) == (2, 6)
+    assert [pair["got"] for pair in report["pairs"]] == ["Kx7", "Kx7", "Kx7 ", "kx7", "", "Kx7!"]
+    assert report["pairs"][1] == {
+        "prompt": "code 1?",
+        "expected": "Kx7",
+        "got": "Kx7",
+        "exact": True,
+    }
+    assert report["prompted as trained"]
