@@ -24,7 +24,7 @@ _EXPORTS: dict[str, str] = {
     "build_inventory": "adapters.inventory",
     "check_layout": "config.layout",
     "export_adapter": "training.adapter_io",
-    "export_checkpoint": "training.adapter_io",
+    "export_checkpoint": "training.checkpoint_export",
     "forward_logits": "training.model",
     "generate": "training.model",
     "initialize": "parallel.groups",

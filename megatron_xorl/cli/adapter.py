@@ -29,7 +29,7 @@ def export(
 ) -> None:
     """Write the adapter of a training checkpoint in sglang_shared_outer form; the base is not needed."""
     with stdout_to_stderr():
-        from megatron_xorl.training.adapter_io import export_checkpoint
+        from megatron_xorl.training.checkpoint_export import export_checkpoint
 
         report = export_checkpoint(checkpoint, out)
     if as_json:

@@ -187,15 +187,17 @@ def attend_selected(
     Returns:
         ``[s, b, heads, value_dim]``.
     """
-    q, k = query.permute(1, 2, 0, 3), key.transpose(0, 1).unsqueeze(1)
+    length, batch, heads, _ = query.shape
     chosen = selected.transpose(0, 1)
     # One column more than there are keys takes the unused places and is cut off again.
-    allowed = chosen.new_zeros(*chosen.shape[:2], key.shape[0] + 1, dtype=torch.bool)
-    allowed = allowed.scatter(-1, chosen.masked_fill(chosen < 0, key.shape[0]), True)[..., :-1]
-    scores = (q @ k.transpose(-1, -2)) * scale
-    scores = scores.float().masked_fill(~allowed.unsqueeze(1), float("-inf"))
-    probs = scores.softmax(-1).to(query.dtype)
-    return (probs @ k[..., :value_dim]).permute(2, 0, 1, 3)
+    allowed = chosen.new_zeros(batch, length, length + 1, dtype=torch.bool)
+    allowed = allowed.scatter(-1, chosen.masked_fill(chosen < 0, length), True)[..., :-1]
+    # All heads share the keys, so heads and queries are rows of one product.
+    q, k = query.permute(1, 2, 0, 3).flatten(1, 2), key.transpose(0, 1)
+    scores = (q @ k.transpose(1, 2) * scale).view(batch, heads, length, length)
+    probs = scores.float().masked_fill(~allowed.unsqueeze(1), float("-inf")).softmax(-1)
+    out = probs.to(query.dtype).flatten(1, 2) @ k[..., :value_dim]
+    return out.view(batch, heads, length, value_dim).permute(2, 0, 1, 3)
 
 
 def document_starts(length: int, packed: PackedSeqParams | None, device: torch.device) -> Tensor:

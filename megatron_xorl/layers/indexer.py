@@ -65,9 +65,10 @@ class Indexer(nn.Module):
         q = q.view(*q.shape[:2], glm.index_n_heads, glm.index_head_dim)
         q = self._rotated(q, rope[0].unsqueeze(2), rope[1].unsqueeze(2))
         k = self._rotated(k, *rope)
-        # [b, s, heads, d] x [b, 1, d, s] -> [b, s, heads, s]; the head sum is a product with [b, s, 1, heads].
-        scores = q.transpose(0, 1).float() @ k.permute(1, 2, 0).float().unsqueeze(1)
-        scores = torch.relu(scores * glm.index_head_dim**-0.5)
+        # All index heads share the keys, so queries and heads are rows of one product.
+        q, k = q.transpose(0, 1).float().flatten(1, 2), k.permute(1, 2, 0).float()
+        scores = torch.relu((q @ k) * glm.index_head_dim**-0.5)
+        scores = scores.unflatten(1, (-1, glm.index_n_heads))
         index_scores = (weights.transpose(0, 1).unsqueeze(2) @ scores).squeeze(2)
         return select_topk(index_scores, legal, glm.index_topk).transpose(0, 1)
 

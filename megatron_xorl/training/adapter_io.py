@@ -1,4 +1,4 @@
-"""A live model's adapters to and from files, and a checkpoint's adapters to files.
+"""A live model's adapters to and from files.
 
 The file does not know layouts: whatever the ranks hold is put together factor by factor on rank 0
 and written once; loading gives each rank its slice. Bytes are the same whatever the layout.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +15,13 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_xorl.adapters.inventory import Factor
-from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.errors import AdapterError
 from megatron_xorl.layers.attach import check_trainability, named_factors
 from megatron_xorl.layers.lora import FactorSlice
 from megatron_xorl.training.model import attach_adapters
 from megatron_xorl.weights.adapter_files import AdapterFile, write_adapter
 
-__all__ = ["export_adapter", "export_checkpoint", "iter_adapter", "load_adapter"]
+__all__ = ["export_adapter", "iter_adapter", "load_adapter"]
 
 
 def iter_adapter(model: nn.Module) -> Iterator[tuple[Factor, Tensor | None]]:
@@ -94,34 +92,3 @@ def load_adapter(model: nn.Module, path: str | Path) -> None:
                 parts = tuple(slice(start, stop) for start, stop in piece.ranges)
                 parameter.copy_(file.read(factor, parts))
     check_trainability(model)
-
-
-def export_checkpoint(checkpoint: str | Path, out: str | Path) -> dict[str, Any]:
-    """Write the adapter of a training checkpoint to a directory, in one process and without the base.
-
-    Args:
-        checkpoint: a checkpoint directory ``…/iter_0000040``, or its root (the latest is taken).
-        out: directory to make.
-
-    Returns:
-        ``{"iteration", "factors", "bytes"}`` of what was written.
-
-    Raises:
-        CheckpointError: the checkpoint is missing or damaged.
-        AdapterError: the output exists.
-    """
-    from megatron_xorl.training.checkpoint import read_factors
-
-    manifest, factors, tensors = read_factors(Path(checkpoint))
-    saved = dict(manifest["adapter"])
-    saved.pop("seed")
-    write_adapter(
-        Path(out),
-        factors,
-        tensors,
-        AdapterConfig.from_dict(saved, f"{checkpoint} adapter"),
-        base_model=manifest["base_directory"],
-        base_fingerprint=manifest["base"]["fingerprint"],
-    )
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return {"iteration": manifest["iteration"], "factors": len(factors), "bytes": size}

@@ -2,8 +2,9 @@
 
     [gMASK]<sop><|system|>...<|user|>...<|assistant|></think>...<|user|>
 
-The form of GLM-4.7 and GLM-5: nothing stands between a role marker and its text. With thinking off an assistant turn opens with a lone
-``</think>``, with thinking on with ``<think>``. Tool results stand in ``<tool_response>``, several in a row under one ``<|observation|>``.
+The form of GLM-4.7 and GLM-5: nothing stands between a role marker and its text. With thinking off an
+assistant turn opens with a lone ``</think>``, with thinking on with ``<think>``. Tool results stand in
+``<tool_response>``, several in a row under one ``<|observation|>``.
 
 GLM has no end-of-turn token: a turn ends where the next role marker stands, so the marker after an
 assistant turn is trained, and a conversation that ends with the assistant gets ``<|user|>`` as its

@@ -26,13 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
-from megatron_xorl.adapters.inventory import Factor
 from megatron_xorl.errors import CheckpointError
 from megatron_xorl.layers.attach import check_trainability, named_factors
 from megatron_xorl.layers.lora import FactorSlice
@@ -47,21 +45,19 @@ from megatron_xorl.training.resume import (
     LATEST,
     REPLACED,
     check_agrees,
-    check_version,
     checkpoint_directory,
     iteration_directory,
     latest_iteration,
 )
 from megatron_xorl.training.rng import get_rng_state, set_rng_state
 from megatron_xorl.weights.manifest import (
-    MANIFEST,
     describe_files,
     read_manifest,
     verify_files,
     write_manifest,
 )
 
-__all__ = ["load_checkpoint", "read_factors", "save_checkpoint"]
+__all__ = ["load_checkpoint", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -171,37 +167,6 @@ def load_checkpoint(
             expected["layout"],
         )
     return manifest
-
-
-def read_factors(path: Path) -> tuple[dict[str, Any], tuple[Factor, ...], dict[str, Tensor]]:
-    """Read the trained factors of a checkpoint in one process, whatever layout saved it.
-
-    Args:
-        path: a checkpoint directory, or a root whose latest checkpoint is taken.
-
-    Returns:
-        The manifest, the factors in model order, and ``{name: tensor of the full logical shape}``.
-
-    Raises:
-        CheckpointError: nothing was saved there, or the checkpoint is damaged.
-    """
-    directory = path
-    if not (path / MANIFEST).exists() and (iteration := latest_iteration(path)) is not None:
-        directory = checkpoint_directory(path, iteration)
-    manifest = read_manifest(directory)
-    check_version(directory, manifest)
-    verify_files(directory, manifest["files"])
-    factors = []
-    for name in manifest["order"]:
-        fields = {key: value for key, value in manifest["factors"][name].items() if key != "step"}
-        factors.append(Factor(**(fields | {"shape": tuple(fields["shape"])})))
-    tensors = {
-        factor.name: torch.empty(factor.shape, dtype=getattr(torch, factor.dtype))
-        for factor in factors
-    }
-    keyed = {f"lora/{name}": tensor for name, tensor in tensors.items()}
-    dcp.load(keyed, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-    return manifest, tuple(factors), tensors
 
 
 def _trainable(models: Iterable[nn.Module]) -> dict[str, nn.Parameter]:

@@ -31,6 +31,7 @@ from megatron_xorl.config.adapter import AdapterConfig, load_adapter_config
 from megatron_xorl.config.layout import check_layout
 from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.errors import CheckpointError, ConfigError
+from megatron_xorl.layers.attach import check_gradients, check_trainability
 from megatron_xorl.parallel.layout import current_layout
 from megatron_xorl.training.arguments import check_arguments, check_transformer_config
 from megatron_xorl.training.checkpoint import load_checkpoint, save_checkpoint
@@ -59,6 +60,7 @@ class Launch:
     keep_last: int | None
     base_fingerprint: str = ""
     inventory: Inventory = field(default_factory=lambda: Inventory(()))
+    unchecked: list[nn.Module] = field(default_factory=list)
 
     def prepare(self, models: list[nn.Module]) -> list[nn.Module]:
         """Pre-wrap hook: base, adapters, freeze, for every chunk of this pipeline stage."""
@@ -66,12 +68,20 @@ class Launch:
             prepare_model(model, self.glm, self.checkpoint)
             self.inventory = attach_adapters(model, self.adapter, seed=self.seed)
             self.base_fingerprint = model.base_fingerprint
+            self.unchecked.append(model)
         if dist.get_rank() == 0:
             logger.info(
                 "scope %s: %d of %d factors train on this model",
                 self.adapter.glm52_lora_scope, len(self.inventory.trainable), len(self.inventory.factors),
             )  # fmt: skip
         return models
+
+    def check_first_iteration(self, **_iteration: Any) -> None:
+        """After the first step: what trains has a gradient buffer, what is frozen has no gradient and is still zero."""
+        while self.unchecked:
+            model = self.unchecked.pop()
+            check_gradients(model)
+            check_trainability(model, allow_nonzero_frozen=self.adapter.allow_nonzero_frozen)
 
     def identity(self) -> dict[str, Any]:
         """What a checkpoint of this run must agree with (see ``training.checkpoint``)."""
@@ -166,7 +176,12 @@ def launch_for(config: Any) -> Launch:
     )
     config.pre_wrap_hooks.append(launch.prepare)
     install_seams(
-        Seams(save_checkpoint=launch.save, load_checkpoint=launch.load, keep_random_state=True)
+        Seams(
+            save_checkpoint=launch.save,
+            load_checkpoint=launch.load,
+            on_iteration=launch.check_first_iteration,
+            keep_random_state=True,
+        )
     )
     return launch
 

@@ -43,7 +43,8 @@ def export_live(model_dir: Path, folder: Path, adapter: dict[str, Any]) -> dict[
     """Export from a live model and save a checkpoint of the same factors; one process also gives logits by region."""
     import torch.distributed as dist
 
-    from megatron_xorl.training.adapter_io import export_adapter, export_checkpoint
+    from megatron_xorl.training.adapter_io import export_adapter
+    from megatron_xorl.training.checkpoint_export import export_checkpoint
     from megatron_xorl.training.model import forward_logits
     from tests.workers.adapter_job import Job
 

@@ -122,7 +122,11 @@ PUBLISHED = [
         "glm-5.2",
         {"num_layers": 78, "hidden_size": 6144, "q_lora_rank": 2048, "num_moe_experts": 256},
     ),
-    ("glm-5.1", {"num_layers": 78, "moe_router_topk": 8, "qk_head_dim": 192, "v_head_dim": 256}),
+    pytest.param(
+        "glm-5.1",
+        {"num_layers": 78, "moe_router_topk": 8, "qk_head_dim": 192, "v_head_dim": 256},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -139,7 +143,9 @@ def test_megatrons_parser_gives_back_the_model_that_was_written(
     assert (fields["layernorm_epsilon"], fields["gated_linear_unit"]) == (1e-5, True)
 
 
-@pytest.mark.parametrize("flag", ["--kv-lora-rank", "--disable-bias-linear"])
+@pytest.mark.parametrize(
+    "flag", ["--kv-lora-rank", pytest.param("--disable-bias-linear", marks=pytest.mark.slow)]
+)
 def test_a_launch_that_leaves_out_what_decides_the_model_is_refused(flag: str) -> None:
     from megatron_xorl.errors import ConfigError
 

@@ -273,8 +273,10 @@ def test_kill_minus_9_at_any_moment_of_a_save_leaves_a_checkpoint_that_loads(
     for number, (moment, victim, iteration, _) in enumerate(KILLS):
         root = tmp_path / str(number)
         shutil.copytree(small, root)
-        with start_world(save_and_die, 2, tiny_dir, root, iteration, moment, victim) as world:
-            assert world.wait()[victim] == -signal.SIGKILL, (moment, world.log(victim))
+        # The second time the only whole one is the one that was moved aside.
+        for _ in range(2 if moment == "old one moved aside" else 1):
+            with start_world(save_and_die, 2, tiny_dir, root, iteration, moment, victim) as world:
+                assert world.wait()[victim] == -signal.SIGKILL, (moment, world.log(victim))
         assert (root / "latest").read_text() == "3\n"
         roots.append(root)
     # Loaded by the next run, which then saves the iteration that was interrupted.
