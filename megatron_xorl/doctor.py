@@ -120,4 +120,6 @@ def _backends(versions: dict[str, str | None]) -> dict[str, Any]:
 def _gpus() -> list[str]:
     import torch
 
+    if not torch.cuda.is_available():
+        return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

@@ -266,6 +266,7 @@ def test_the_messages_in_troubleshooting_are_those_that_are_raised(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatron_xorl.parallel.groups.is_cpu_platform", lambda: False)
+    monkeypatch.setattr("megatron_xorl.parallel.groups._current", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     blank_model(tmp_path, tiny_dir)
     with pytest.raises(getattr(errors, kind)) as caught:

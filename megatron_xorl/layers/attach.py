@@ -23,8 +23,7 @@ from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.config.model import GlmConfig
 from megatron_xorl.errors import AdapterError
 from megatron_xorl.layers.base import megatron_modules
-from megatron_xorl.layers.experts import BankLinear
-from megatron_xorl.layers.linear import AdaptedLinear
+from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.lora import FactorSlice, LoraPair
 from megatron_xorl.parallel.ownership import mark_ownership
 from megatron_xorl.weights.names import hf_tensors
@@ -74,7 +73,7 @@ def attach_inventory(
         if name not in modules or not targets.keys() & set(inventory.targets):
             continue
         module = modules[name]
-        assert isinstance(module, AdaptedLinear | BankLinear)
+        assert isinstance(module, AdapterHost)
         module.set_slots(tuple(targets.values()))
         for target, leaf in targets.items():
             if target in inventory.targets:
@@ -96,7 +95,7 @@ def _homes(glm: GlmConfig) -> dict[str, dict[str, str]]:
 
 
 def _build_pair(
-    module: AdaptedLinear | BankLinear,
+    module: AdapterHost,
     target: str,
     inventory: Inventory,
     adapter: AdapterConfig,

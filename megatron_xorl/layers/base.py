@@ -23,6 +23,7 @@ from megatron_xorl.errors import WeightsError
 from megatron_xorl.fp8.format import check_pair
 from megatron_xorl.fp8.weight import FrozenWeight
 from megatron_xorl.layers.experts import BankLinear
+from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.linear import AdaptedLinear, ColumnParallelLinear
 from megatron_xorl.weights.names import TensorRow, hf_tensors
 from megatron_xorl.weights.reader import HfCheckpoint
@@ -175,7 +176,7 @@ def _refuse_unfilled(modules: dict[str, nn.Module], filled: set[str]) -> None:
     """Every linear, parameter and persistent buffer must have come from the table."""
     missing = []
     for name, module in modules.items():
-        if isinstance(module, AdaptedLinear | BankLinear):
+        if isinstance(module, AdapterHost):
             missing += [f"{name}.weight"] if f"{name}.weight" not in filled else []
         elif not isinstance(module, FrozenWeight):
             own = dict(module.named_parameters(recurse=False)) | dict(

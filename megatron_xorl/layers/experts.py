@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from megatron_xorl.config.model import GlmConfig
 from megatron_xorl.fp8.linear import frozen_grouped_linear
 from megatron_xorl.fp8.weight import FrozenWeight
+from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.linear import buffer_device, divide
 from megatron_xorl.layers.lora import LoraPair
 
 __all__ = ["BankLinear", "ExpertBank"]
 
 
-class BankLinear(nn.Module):
+class BankLinear(AdapterHost):
     """Frozen grouped linear ``[E_local, out_local, in_local]`` with LoRA pairs on its output slots."""
 
     def __init__(
@@ -36,32 +37,16 @@ class BankLinear(nn.Module):
         config: TransformerConfig,
         block: tuple[int, int] | None,
     ) -> None:
-        super().__init__()
-        self.base = FrozenWeight(
-            shape, block=block, dtype=config.params_dtype, device=buffer_device(config)
+        super().__init__(
+            FrozenWeight(
+                shape, block=block, dtype=config.params_dtype, device=buffer_device(config)
+            )
         )
-        self.adapters = nn.ModuleDict()
-        self.slots: dict[str, slice] = {}
-
-    def set_slots(self, leaves: tuple[str, ...]) -> None:
-        """Name the equal row ranges of the output, in order."""
-        step = self.base.shape[1] // len(leaves)
-        self.slots = {leaf: slice(i * step, (i + 1) * step) for i, leaf in enumerate(leaves)}
-
-    def attach(self, leaf: str, pair: LoraPair) -> None:
-        """Attach the factors of projection ``leaf``."""
-        self.adapters[leaf] = pair
 
     def forward(self, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
         """``[T, in]`` -> ``[T, out]``, tokens grouped by local expert."""
         y = frozen_grouped_linear(x, self.base, tokens_per_expert)
-        if not self.adapters:
-            return y
-        parts = list(y.split([s.stop - s.start for s in self.slots.values()], dim=-1))
-        for index, leaf in enumerate(self.slots):
-            if leaf in self.adapters:
-                parts[index] = parts[index] + _bank_delta(self.adapters[leaf], x, tokens_per_expert)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return self.add_deltas(y, lambda pair: _bank_delta(pair, x, tokens_per_expert))
 
 
 def _bank_delta(pair: LoraPair, x: Tensor, tokens_per_expert: list[int]) -> Tensor:

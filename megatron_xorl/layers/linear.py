@@ -27,24 +27,18 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_xorl.errors import LayoutError
 from megatron_xorl.fp8.linear import frozen_linear
 from megatron_xorl.fp8.weight import FrozenWeight
-from megatron_xorl.layers.lora import LoraPair
+from megatron_xorl.layers.host import AdapterHost
 
 __all__ = ["AdaptedLinear", "ColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear"]
 
 
-class AdaptedLinear(nn.Module):
-    """A frozen linear that LoRA pairs can be attached to.
-
-    Attributes:
-        base: the local frozen weight ``[out_local, in_local]``.
-        adapters: ``{leaf name: LoraPair}``, e.g. ``{"gate_proj": …, "up_proj": …}``.
-        slots: ``{leaf name: local output rows}``, in row order; set by :meth:`set_slots`, one slot by default.
-    """
+class AdaptedLinear(AdapterHost):
+    """A frozen linear of one tensor rank, ``[out_local, in_local]``, that LoRA pairs can be attached to."""
 
     def __init__(
         self,
@@ -55,7 +49,12 @@ class AdaptedLinear(nn.Module):
         block: tuple[int, int] | None,
         tp_group: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__()
+        shape = (out_features, in_features)
+        super().__init__(
+            FrozenWeight(
+                shape, block=block, dtype=config.params_dtype, device=buffer_device(config)
+            )
+        )
         self.config = config
         self.tp_group = (
             tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
@@ -66,37 +65,10 @@ class AdaptedLinear(nn.Module):
                 f"tensor parallel size is {self.tp_group.size()} with sequence_parallel off; adapters need it on at TP > 1 "
                 "(their gradients are summed over the tensor group only then); pass --sequence-parallel"
             )
-        self.base = FrozenWeight(
-            (out_features, in_features),
-            block=block,
-            dtype=config.params_dtype,
-            device=buffer_device(config),
-        )
-        self.adapters = nn.ModuleDict()
-        self.slots: dict[str, slice] = {}
-
-    def set_slots(self, leaves: tuple[str, ...]) -> None:
-        """Name the equal row ranges of the output, in order (``("gate_proj", "up_proj")`` for a fused base)."""
-        step = self.base.shape[0] // len(leaves)
-        self.slots = {leaf: slice(i * step, (i + 1) * step) for i, leaf in enumerate(leaves)}
-
-    def attach(self, leaf: str, pair: LoraPair) -> None:
-        """Attach the factors of projection ``leaf``."""
-        self.adapters[leaf] = pair
 
     def _add_adapters(self, y: Tensor, x: Tensor, between: Callable[[Tensor], Tensor]) -> Tensor:
         """Add every adapter's delta; ``between`` moves the rank-r product to the base output's parallel state."""
-        if not self.adapters:
-            return y
-        if len(self.slots) == 1:
-            (pair,) = self.adapters.values()
-            return y + pair.up(between(pair.down(x)))
-        parts = list(y.split([s.stop - s.start for s in self.slots.values()], dim=-1))
-        for index, leaf in enumerate(self.slots):
-            if leaf in self.adapters:
-                pair = self.adapters[leaf]
-                parts[index] = parts[index] + pair.up(between(pair.down(x)))
-        return torch.cat(parts, dim=-1)
+        return self.add_deltas(y, lambda pair: pair.up(between(pair.down(x))))
 
     def backward_dw(self) -> None:
         """Nothing: a frozen base has no weight gradient."""

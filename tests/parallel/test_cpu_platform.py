@@ -184,6 +184,7 @@ def test_a_second_call_changes_nothing() -> None:
 
 def test_a_visible_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu, "_applied", set())  # as in a process in which nothing was applied yet
     with pytest.raises(PlatformError, match="GPU is visible"):
         cpu.use_cpu()
     assert not cpu.is_cpu_platform()
