@@ -2,6 +2,8 @@
 # The quick start: set-up, then the main job of examples/password_lora on two CPU processes, start to finish.
 #
 #     bash examples/quickstart.sh
+#
+# Its folder is runs/quickstart, emptied at every start; one without the quick start's mark, a file .quickstart, is refused.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -186,3 +186,35 @@ def test_usage_errors_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "targets")[0] == 2
     assert run(capsys, "targets", "tiny", "--nonsense")[0] == 2
     assert run(capsys, "no-such-verb")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            PermissionError(13, "Permission denied", "out/config.json"),
+            "out/config.json: Permission denied; ",
+        ),
+        (OSError(28, "No space left on device"), "No space left on device; "),
+        (OSError("odd\nerror"), "odd error; "),
+        (RecursionError("maximum recursion depth exceeded"), "an input is nested too deeply"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("debug", [False, True])
+def test_what_the_system_refuses_is_one_line_and_a_traceback_under_debug_alone(
+    error: Exception,
+    line: str,
+    debug: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("megatron_xorl.convert.tiny.make_tiny", fail)
+    code, out, err = run(capsys, "make-tiny", "out", *(["--debug"] if debug else []))
+    assert (code, out, "Traceback" in err) == (2, "", debug)
+    last = err.splitlines()[-1]
+    assert last.startswith(f"megatron-xorl: {line}")
+    assert debug or err == f"{last}\n"

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -253,6 +254,92 @@ def test_a_loss_that_stays_high_fails(job: Job) -> None:
         losses = {line["iteration"]: line["loss"] for line in script("quickstart").metrics(run)}
         job.write(run, losses | {8: 0.02})
     assert job.failing() == ["final loss"]
+
+
+def test_the_quick_start_empties_its_own_folder_and_keeps_the_mark(tmp_path: Path) -> None:
+    module, folder = script("quickstart"), tmp_path / "runs" / "quickstart"
+    module.take_folder(folder)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    (folder / "link").symlink_to(outside)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").touch()
+    (folder / "log.txt").touch()
+    module.take_folder(folder)
+    assert [path.name for path in folder.iterdir()] == [module.MARK]
+    assert (outside / "kept").is_file()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_the_quick_start_refuses_what_it_did_not_make_and_leaves_it(
+    kind: str, tmp_path: Path
+) -> None:
+    module, place = script("quickstart"), tmp_path / "quickstart"
+    held = tmp_path / "elsewhere" if kind == "link" else place
+    if kind == "file":
+        held.write_text("mine")
+    else:
+        held.mkdir()
+        (held / "checkpoint").write_text("mine")
+    if kind == "link":
+        (held / module.MARK).touch()
+        place.symlink_to(held)
+    with pytest.raises(FileExistsError, match=r"move (it|or remove)"):
+        module.take_folder(place)
+    assert (held if kind == "file" else held / "checkpoint").read_text() == "mine"
+
+
+def test_a_quick_start_that_is_refused_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = script("quickstart")
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart" / "checkpoint").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "OUT", tmp_path / "quickstart")
+    with pytest.raises(SystemExit) as left:
+        module.main()
+    assert left.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("quick start refused: ")
+    assert said.err.count("\n") == 1
+
+
+def test_the_quick_start_and_the_run_by_hand_share_no_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    module, by_hand = script("quickstart"), load_run_config(JOB / "run.yaml")
+    quick = module.run_config("uninterrupted")
+    own = (EXAMPLES.parent / module.OUT).resolve()
+    for path in (quick.model.path, quick.data.train, quick.output):
+        assert Path(path).resolve().is_relative_to(own)
+    for path in (by_hand.model.path, by_hand.data.train, by_hand.output):
+        assert not Path(path).resolve().is_relative_to(own)
+
+
+def test_the_command_that_is_printed_is_the_one_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, ran = script("quickstart"), []
+    monkeypatch.setattr(module, "LOG", tmp_path / "log.txt")
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        ran.append(words)
+        return subprocess.CompletedProcess(words, 0, stdout="{}")
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    module.recall("--adapter", tmp_path / "an adapter")
+    printed = capsys.readouterr().out.partition("$ ")[2]
+    assert [shlex.split(printed)] == ran
+    # The settings as printed and typed again give the run that the quick start uses.
+    settings = [word for word in ran[0] if "=" in word]
+    typed = load_run_config(JOB / "run.yaml", settings)
+    monkeypatch.chdir(EXAMPLES.parent)
+    assert typed.model == module.run_config("interrupted").model
+    assert typed.data == module.run_config("interrupted").data
 
 
 def test_the_quick_start_finds_the_processes_below_a_process_and_leaves_none() -> None:

@@ -60,13 +60,13 @@ def test_every_path_of_the_file_tree_exists_and_has_a_phrase() -> None:
         assert (ROOT / path).is_dir() == path.endswith("/"), path
 
 
-def test_the_file_tree_names_every_room_of_the_package() -> None:
-    rooms = {
+def test_the_file_tree_names_every_folder_of_the_package() -> None:
+    folders = {
         f"megatron_xorl/{path.name}/"
         for path in (ROOT / "megatron_xorl").iterdir()
         if (path / "__init__.py").is_file()
     }
-    assert rooms <= set(tree_paths())
+    assert folders <= set(tree_paths())
 
 
 def test_the_five_files_to_read_first_exist() -> None:

@@ -1,8 +1,10 @@
 """The main job, start to finish: train, kill, resume, export, recall; then one table of what was seen.
 
-The one idea: every step is a command that you can type yourself; each is printed before it runs.
-What Megatron says meanwhile goes to one log file. Exits 1 if anything in the table is not as it
-must be.
+The one idea: every step is a command that you can type yourself; each is printed before it runs,
+word for word. What Megatron says meanwhile goes to one log file. ``runs/quickstart`` is the quick
+start's own folder, marked by a file ``.quickstart``, and is emptied at every start; run.yaml on its
+own works elsewhere. Refused: a folder of that name without the mark. Exits 1 if anything in the
+table is not as it must be, 2 if it refuses.
 
     bash examples/quickstart.sh
 """
@@ -28,12 +30,16 @@ ROOT = Path(__file__).resolve().parents[2]
 JOB = Path("examples/password_lora")
 RUN = JOB / "run.yaml"
 OUT = Path("runs/quickstart")
+MARK = ".quickstart"
 LOG = OUT / "log.txt"
 PROJECT = "argon"
 LOSS_BELOW = 0.01
 STEPS_PAST_SAVE = 15  # how long after a checkpoint a rank is killed
-PROGRAM = str(Path(sys.executable).with_name("megatron-xorl"))
-TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
+PYTHON = Path(sys.executable)
+if PYTHON.is_relative_to(ROOT):
+    PYTHON = PYTHON.relative_to(ROOT)
+PROGRAM = PYTHON.with_name("megatron-xorl")
+TORCHRUN = PYTHON.with_name("torchrun")
 START = time.monotonic()
 
 
@@ -52,9 +58,17 @@ class CommandError(Exception):
 def main() -> None:
     """Run the job in ``runs/quickstart``, print the table, exit 0 if everything in it is as it must be."""
     os.chdir(ROOT)
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
+    try:
+        take_folder(OUT)
+    except FileExistsError as error:
+        print(f"quick start refused: {error}", file=sys.stderr)
+        sys.exit(2)
+    say(f"{OUT} is the quick start's own folder, emptied at every start")
     say(f"what Megatron says goes to {LOG}")
+    announce(["cd", ROOT])
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        if name in os.environ:
+            announce(["export", f"{name}={os.environ[name]}"])
     try:
         rows = job()
     except CommandError as error:
@@ -65,6 +79,26 @@ def main() -> None:
     for row in rows:
         print(f"{row.label:<{width}}  {row.value}{'' if row.passed else '   <- NOT AS IT MUST BE'}")
     sys.exit(0 if all(row.passed for row in rows) else 1)
+
+
+def take_folder(folder: Path) -> None:
+    """Make the folder empty but for the mark; one with content and without the mark is left as it is."""
+    mark = folder / MARK
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise FileExistsError(f"{folder} is not a plain folder; move it, then start again")
+    if folder.exists() and any(folder.iterdir()) and not mark.is_file():
+        raise FileExistsError(
+            f"{folder} has no file {MARK}, so what is in it may be yours and stays; the quick start"
+            f" needs this name for itself: move or remove {folder}, then start again"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if not mark.is_file():
+        mark.write_text("bash examples/quickstart.sh removes everything in this folder.\n")
+    for path in folder.iterdir():  # the mark stays, so that a start cut short can be repeated
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path != mark:
+            path.unlink()
 
 
 def job() -> list[Row]:
@@ -93,20 +127,33 @@ def job() -> list[Row]:
 
 def measure_scopes() -> dict[str, Any]:
     """Losses of the bare base and of each scope at step one, in one process group of two."""
-    text = execute(
-        [TORCHRUN, "--standalone", "--nproc-per-node", 2, JOB / "scopes.py", RUN], (0, 1)
-    )
+    words = [TORCHRUN, "--standalone", "--nproc-per-node", 2, JOB / "scopes.py", RUN]
+    text = execute([*words, *set_words(INPUTS)], (0, 1))
     return json.loads(next(line for line in text.splitlines() if line.startswith("{")))
 
 
+def setting(key: str, name: str) -> str:
+    """``key=path`` for ``runs/quickstart/<name>``, relative to the folder of run.yaml as ``--set`` reads it."""
+    return f"{key}={os.path.relpath(OUT / name, JOB)}"
+
+
+INPUTS = [setting("model.path", "model"), setting("data.train", "train.jsonl")]
+
+
+def set_words(settings: list[str]) -> list[str]:
+    """The settings as words of a command."""
+    return [word for text in settings for word in ("--set", text)]
+
+
 def run_config(name: str) -> RunConfig:
-    """The run as configured, with its output in ``runs/quickstart/<name>``."""
-    return load_run_config(RUN, [f"output={(OUT / name).resolve()}"])
+    """The run as configured, with everything in ``runs/quickstart``, its output in ``<name>`` there."""
+    return load_run_config(RUN, [*INPUTS, setting("output", name)])
 
 
 def train(run: RunConfig, *, kill_after: int | None = None) -> None:
     """Train to the end, or kill -9 one rank after iteration ``kill_after``."""
-    words = [PROGRAM, "train", RUN, "--set", f"output={run.output}"]
+    output = setting("output", Path(run.output).name)
+    words = [PROGRAM, "train", RUN, *set_words([*INPUTS, output])]
     announce(words)
     with open(LOG, "a") as log:
         process = subprocess.Popen(list(map(str, words)), stdout=log, stderr=log)
@@ -156,7 +203,8 @@ def losses(run: RunConfig, name: str = "metrics.jsonl") -> dict[int, float]:
 
 def recall(*arguments: object) -> dict[str, Any]:
     """Ask in a fresh process; a miss (exit 1) is an answer too."""
-    return json.loads(execute([PROGRAM, "recall", RUN, *arguments, "--json"], (0, 1)))
+    words = [PROGRAM, "recall", RUN, *set_words(INPUTS), *arguments, "--json"]
+    return json.loads(execute(words, (0, 1)))
 
 
 def scope_rows(scopes: dict[str, Any], run: RunConfig) -> list[Row]:
@@ -233,7 +281,7 @@ def command(*words: object) -> None:
 
 def python(*words: object) -> None:
     """Run a script with this Python."""
-    execute([sys.executable, *words])
+    execute([PYTHON, *words])
 
 
 def execute(words: list[object], codes: tuple[int, ...] = (0,)) -> str:
@@ -248,14 +296,13 @@ def execute(words: list[object], codes: tuple[int, ...] = (0,)) -> str:
 
 
 def announce(words: list[object]) -> None:
-    """Print a command as it would be typed."""
+    """Print a command exactly as it runs in the project's root."""
     say(f"$ {spelled(words)}")
 
 
 def spelled(words: list[object]) -> str:
-    """The command without the folder of the environment and with paths from here."""
-    short = (str(word).replace(f"{ROOT}/", "") for word in words)
-    return shlex.join(Path(word).name if index == 0 else word for index, word in enumerate(short))
+    """The command, word for word, quoted for a shell."""
+    return shlex.join(map(str, words))
 
 
 def say(text: str) -> None:

@@ -35,7 +35,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; ``--debug`` anywhere shows tracebacks of this package's own errors."""
+    """Run the command line: an error is one line on stderr and exit code 2; ``--debug`` anywhere adds its traceback."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     try:
@@ -45,6 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             traceback.print_exc()
         print(f"megatron-xorl: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except (OSError, RecursionError) as error:
+        if debug:
+            traceback.print_exc()
+        print(f"megatron-xorl: {_outside(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _outside(error: OSError | RecursionError) -> str:
+    """One line for what the file system, not this package, refused."""
+    if isinstance(error, RecursionError):
+        return "an input is nested too deeply to be read; expected a few levels, flatten it (--debug shows where)"
+    named = "" if error.filename is None else f"{error.filename}: "
+    reason = " ".join(str(error.strerror or error).split()) or type(error).__name__
+    return f"{named}{reason}; check the path, its permissions and free space (--debug shows where)"
 
 
 @app.callback()

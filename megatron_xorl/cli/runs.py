@@ -72,16 +72,16 @@ def train(
     world = _fewest_processes(run) if nproc is None else nproc
     with stdout_to_stderr():
         from megatron_xorl.training.run import check_run, launch_command
+        from megatron_xorl.training.run import train as launch
 
-        check_run(run, world)
-    command = ["torchrun", *launch_command(run, world)]
+        command = ["torchrun", *launch_command(run, world)]
+        if dry_run:
+            check_run(run, world)
+        else:
+            code = launch(run, world)
     if dry_run:
         _print_command(run, command, as_json)
         return
-    with stdout_to_stderr():
-        from megatron_xorl.training.run import train as launch
-
-        code = launch(run, world)
     if as_json:
         print_json({"command": command, "output": run.output, "exit": code})
     elif code == 0:

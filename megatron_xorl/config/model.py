@@ -163,7 +163,7 @@ def load_glm_config(where: str | Path) -> GlmConfig:
         )
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path}: not readable as JSON ({error}); expected the config.json of a GLM checkpoint"
         ) from None

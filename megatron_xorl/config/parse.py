@@ -10,14 +10,14 @@ differ.
 from __future__ import annotations
 
 import logging
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_xorl.config.indexer import indexer_schedule
 from megatron_xorl.errors import ConfigError
 
-__all__ = ["MODEL_TYPE", "parse_fields"]
+__all__ = ["MODEL_TYPE", "parse_fields", "unconverted_modules"]
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,10 @@ MODEL_TYPE = "glm_moe_dsa"
 LATENT_NORM_EPS = 1e-6
 # transformers 5.23: the indexer's k_norm.
 INDEXER_NORM_EPS = 1e-6
+
+# Far above any model of the family, far below what would fill a disk or a counter before it is noticed.
+MOST_SIZE = 2**24
+MOST = {"num_hidden_layers": 1000, "num_nextn_predict_layers": 1000, "n_routed_experts": 2**16}
 
 _SIZES = (
     "vocab_size",
@@ -81,8 +85,10 @@ class _Reader:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.fail(f"{key} is {value!r}, expected a whole number of at least {least}")
-        return value
+            raise self.fail(
+                f"{key} is {_shown(value)}, expected a whole number of at least {least}"
+            )
+        return _at_most(self, key, value, MOST.get(key, MOST_SIZE))
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.raw.get(key)
@@ -94,10 +100,9 @@ class _Reader:
         if (
             isinstance(value, bool)
             or not isinstance(value, int | float)
-            or not math.isfinite(value)
-            or value <= 0
+            or not 0 < value <= sys.float_info.max
         ):
-            raise self.fail(f"{key} is {value!r}, expected a positive number")
+            raise self.fail(f"{key} is {_shown(value)}, expected a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -264,7 +269,7 @@ def _dense_layers(reader: _Reader, layers: int) -> int:
 
 def _at_most(reader: _Reader, key: str, value: int, most: int) -> int:
     if value > most:
-        raise reader.fail(f"{key} is {value}, expected at most {most}")
+        raise reader.fail(f"{key} is {_shown(value)}, expected at most {most}")
     return value
 
 
@@ -272,7 +277,7 @@ def _token(reader: _Reader, key: str, value: object, vocab: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
-        raise reader.fail(f"{key} is {value!r}, expected a token id from 0 to {vocab - 1}")
+        raise reader.fail(f"{key} is {_shown(value)}, expected a token id from 0 to {vocab - 1}")
     return value
 
 
@@ -305,16 +310,50 @@ def _block_size(reader: _Reader) -> tuple[int, int] | None:
             raise reader.fail(
                 f"quantization_config.{key} is {found!r}, but only {values[0]!r} is supported (e4m3 codes, float32 scales)"
             )
-    block = quant.get("weight_block_size")
+    name, block = "quantization_config.weight_block_size", quant.get("weight_block_size")
     if (
         not isinstance(block, list | tuple)
         or len(block) != 2
         or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block)
     ):
         raise reader.fail(
-            f"quantization_config.weight_block_size is {block!r}, expected two positive whole numbers such as [128, 128]"
+            f"{name} is {_shown(block)}, expected two positive whole numbers such as [128, 128]"
         )
-    return int(block[0]), int(block[1])
+    unconverted_modules(reader.raw, f"{reader.source}: ")
+    return (
+        _at_most(reader, f"{name}[0]", block[0], MOST_SIZE),
+        _at_most(reader, f"{name}[1]", block[1], MOST_SIZE),
+    )
+
+
+def unconverted_modules(raw: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
+    """Return ``quantization_config.modules_to_not_convert`` of a raw ``config.json``; absent or null is empty.
+
+    Raises:
+        ConfigError: it is no list of names; the message begins with ``prefix``.
+    """
+    quant = raw.get("quantization_config") if isinstance(raw, Mapping) else None
+    listed = quant.get("modules_to_not_convert") if isinstance(quant, Mapping) else None
+    if listed is None:
+        return ()
+    if not isinstance(listed, list | tuple):
+        raise ConfigError(
+            f"{prefix}quantization_config.modules_to_not_convert is {_shown(listed)}, expected a list of module names"
+        )
+    for item in listed:
+        if not isinstance(item, str):
+            raise ConfigError(
+                f"{prefix}quantization_config.modules_to_not_convert holds {_shown(item)}, expected module names alone"
+            )
+    return tuple(listed)
+
+
+def _shown(value: object) -> str:
+    """A value as a message shows it: long ones cut, and numbers that Python will not print named by their size."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _dtype(reader: _Reader) -> str:
@@ -334,6 +373,11 @@ def _check_sizes(reader: _Reader, fields: Mapping[str, Any]) -> None:
             f"n_group is {fields['n_group']}, which does not divide the {experts} experts"
         )
     per_group = experts // fields["n_group"]
+    if fields["n_group"] > 1 and per_group < 2:
+        raise reader.fail(
+            f"n_group is {fields['n_group']}, which leaves {per_group} expert a group, expected at least 2: "
+            "a group's score is the sum of its two best; lower n_group"
+        )
     reachable = fields["topk_group"] * per_group
     if fields["num_experts_per_tok"] > reachable:
         raise reader.fail(

@@ -8,7 +8,7 @@ pydantic does the walking, this file does the wording.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NoReturn
 
@@ -30,10 +30,16 @@ __all__ = [
 ]
 
 
+MOST_BITS = 64
+"""Of a whole number: nothing here counts further, and what uses it could not hold it."""
+
+
 def show(value: object) -> str:
     """Return ``value`` as a message should show it, saying so when it is a YAML boolean."""
     if isinstance(value, bool):
         return f"the boolean {str(value).lower()} (YAML reads unquoted on/off, yes/no and true/false so)"
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        return f"a number of {value.bit_length()} bits"
     return repr(value)
 
 
@@ -55,14 +61,21 @@ def whole(value: object) -> int:
         number = int(number)
     if isinstance(number, bool) or not isinstance(number, int):
         raise ValueError(f"found {show(value)}, expected a whole number")
+    if number.bit_length() > MOST_BITS:
+        raise ValueError(f"found {show(number)}, expected at most {MOST_BITS} bits")
     return number
 
 
 def _number(value: object) -> float:
     number = _float_or_none(value) if isinstance(value, str) else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+    if isinstance(number, bool) or not isinstance(number, int | float) or not _finite(number):
         raise ValueError(f"found {show(value)}, expected a finite number")
     return float(number)
+
+
+def _finite(number: float) -> bool:
+    """Whether ``number`` is a finite float; a whole number may be too large for one."""
+    return abs(number) <= sys.float_info.max
 
 
 def _float_or_none(value: str) -> float | None:

@@ -47,6 +47,14 @@ def parse_yaml(text: str, source: str = "YAML text") -> Any:
         raise ConfigError(f"{source}: {_explain(error)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not YAML: {error}") from None
+    except (ValueError, OverflowError) as error:  # a date that YAML's pattern admits, 2024-99-99
+        raise ConfigError(
+            f"{source}: a value looks like a date or number but is none ({error}); correct it or put it in quotes"
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            f"{source}: nested too deeply to be read; expected a few levels, flatten it"
+        ) from None
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:

@@ -111,8 +111,10 @@ def _fill_tensor(target: Tensor, row: TensorRow, checkpoint: HfCheckpoint) -> No
     if row.tp_axis is not None:
         group = parallel_state.get_tensor_model_parallel_group()
         part = (owned_range(row.hf, row.shape[row.tp_axis], group.rank(), group.size()),)
+    value = checkpoint.read(row.hf, part)
+    _refuse_nonfinite(row.hf, value)
     with torch.no_grad():
-        target.copy_(checkpoint.read(row.hf, part))
+        target.copy_(value)
 
 
 def _read(
@@ -137,6 +139,7 @@ def _read(
             raise WeightsError(
                 f"{row.hf} is FP8 but {scale_name} is missing; an FP8 weight is meaningless without its scale"
             )
+        _refuse_nonfinite(row.hf, codes)
         return codes, None
     if block is None:
         raise WeightsError(
@@ -147,6 +150,11 @@ def _read(
     )
     check_pair(row.hf, codes, scales, block)
     return codes.view(torch.uint8), scales
+
+
+def _refuse_nonfinite(name: str, value: Tensor) -> None:
+    if not bool(value.isfinite().all()):
+        raise WeightsError(f"{name} holds NaN or infinity; fetch the checkpoint again")
 
 
 def _stack(

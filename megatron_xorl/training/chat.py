@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from megatron_xorl.errors import DataError, nearest
 
-__all__ = ["ChatTokenizer", "Rendered", "generation_prompt", "render"]
+__all__ = ["ChatTokenizer", "Rendered", "check_messages", "generation_prompt", "render"]
 
 ROLE_MARKERS = {
     "system": "<|system|>",
@@ -83,7 +83,14 @@ class ChatTokenizer:
             )
         except Exception as error:  # tokenizers raises bare Exception
             raise DataError(f"{path} is no usable tokenizer ({error}); fetch it again") from error
-        wanted = (*_PREFIX, *_TOOL_RESPONSE, "<think>", "</think>", *_END_NAMES, *ROLE_MARKERS.values())
+        wanted = (
+            *_PREFIX,
+            *_TOOL_RESPONSE,
+            "<think>",
+            "</think>",
+            *_END_NAMES,
+            *ROLE_MARKERS.values(),
+        )
         if missing := sorted({name for name in wanted if name not in self._special}):
             raise DataError(
                 f"{path} has no token {', '.join(missing)}; expected the tokenizer of a GLM-4.7 or GLM-5 model"
@@ -176,6 +183,16 @@ def generation_prompt(
     return [*tokens, tokenizer.special("<|assistant|>"), *_assistant_head(tokenizer, thinking)]
 
 
+def check_messages(messages: Sequence[Message], *, thinking: bool = False) -> None:
+    """Check a conversation as :func:`render` does, without a tokenizer.
+
+    Raises:
+        DataError: no messages, or a message that is refused.
+    """
+    for _ in _checked(messages, thinking):
+        pass
+
+
 def _turn(
     message: Message, tokenizer: ChatTokenizer, thinking: bool
 ) -> tuple[list[int], list[int]]:
@@ -206,13 +223,14 @@ def _checked(messages: Sequence[Message], thinking: bool) -> Iterator[Message]:
             raise DataError(
                 f"message {number} is {_shown(message)}, expected an object with role and content"
             )
-        if unknown := sorted(set(message) - set(_KEYS)):
+        if unknown := sorted(str(key) for key in message if key not in _KEYS):
             raise DataError(
                 f"message {number} has the key {unknown[0]!r}, which is not rendered; expected {', '.join(_KEYS)}"
             )
-        if message.get("role") not in ROLE_MARKERS:
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLE_MARKERS:
             raise DataError(
-                f"message {number} has role {message.get('role')!r}, expected one of {', '.join(ROLE_MARKERS)}"
+                f"message {number} has role {_shown(role)}, expected one of {', '.join(ROLE_MARKERS)}"
             )
         for key in ("content", "reasoning_content"):
             if not isinstance(message.get(key, "" if key == "reasoning_content" else None), str):

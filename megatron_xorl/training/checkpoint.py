@@ -83,15 +83,19 @@ def save_checkpoint(
 
     Returns:
         The checkpoint's directory.
+
+    Raises:
+        CheckpointError: a factor or its optimizer state is not finite; nothing was written, earlier checkpoints are as they were.
     """
+    parameters = _trainable(models)
+    tensors = _sharded_for_save(models, optimizer, parameters)
+    _refuse_nonfinite(tensors, iteration)
     final = iteration_directory(root, iteration)
     partial = final.with_name(final.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    parameters = _trainable(models)
-    tensors = _sharded_for_save(models, optimizer, parameters)
     dist_checkpointing.save(tensors, str(partial))
     files = _describe_all(partial)
     steps = _merge(steps_by_parameter(optimizer, parameters))
@@ -308,7 +312,27 @@ def _verify_share(directory: Path, files: dict[str, Any]) -> None:
         verify_files(directory, {name: files[name] for name in sorted(files)[rank::world]})
     except CheckpointError as error:
         fault = str(error)
-    faults: list[Any] = [None] * world
+    _raise_first(fault)
+
+
+def _refuse_nonfinite(tensors: dict[str, ShardedTensor], iteration: int) -> None:
+    """A state with NaN or infinity is never written, so it can never replace a good checkpoint."""
+    bad = [
+        key
+        for key, tensor in tensors.items()
+        if tensor.data.is_floating_point() and not bool(tensor.data.isfinite().all())
+    ]
+    _raise_first(
+        f"iteration {iteration} is not saved: {len(bad)} tensors of its state are not finite, first {bad[0]}; the checkpoints "
+        "before it are unchanged: resume from the last one with a lower learning rate, and check the base for NaN"
+        if bad
+        else None
+    )
+
+
+def _raise_first(fault: str | None) -> None:
+    """Raise the first rank's fault on every rank; collective."""
+    faults: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(faults, fault)
     if found := [text for text in faults if text]:
         raise CheckpointError(found[0])

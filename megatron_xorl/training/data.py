@@ -9,13 +9,14 @@ Samples come in file order. :class:`TrainingSamples` is the view a run trains on
 the run is sample ``i mod N`` of the file, so a position in the data is one number and a resumed run
 continues at it.
 
-Refused, by file and line: see :class:`ChatDataset` and :func:`check_batches`.
+Refused, by file and line: see :func:`read_samples`, :class:`ChatDataset` and :func:`check_batches`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,9 +25,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megatron_xorl.errors import DataError
-from megatron_xorl.training.chat import ChatTokenizer, render
+from megatron_xorl.training.chat import ChatTokenizer, Message, check_messages, render
 
-__all__ = ["IGNORED", "ChatDataset", "TrainingSamples", "check_batches"]
+__all__ = ["IGNORED", "ChatDataset", "TrainingSamples", "check_batches", "read_samples"]
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
         thinking: see :func:`megatron_xorl.training.chat.render`.
 
     Raises:
-        DataError: the file is missing or empty, a line is no JSON, has no messages or no assistant turn, is longer than
-            ``seq_length``, or has no label left after truncation.
+        DataError: what :func:`read_samples` refuses; the file is empty, or a sample is longer than ``seq_length`` or has no
+            label left after truncation.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
             raise DataError(f"seq_length is {seq_length}, expected at least 1")
         self.path, self.seq_length, self.pad_id = Path(path), seq_length, tokenizer.pad_id
         self._samples = []
-        for number, line in _lines(self.path):
-            where = f"{self.path} line {number}"
-            self._samples.append(_sample(where, line, tokenizer, seq_length, truncate, thinking))
+        for where, messages in read_samples(self.path, thinking=thinking):
+            self._samples.append(
+                _sample(where, messages, tokenizer, seq_length, truncate, thinking)
+            )
         if not self._samples:
             raise DataError(f"{self.path} is empty; expected one JSON object with messages a line")
 
@@ -152,23 +154,39 @@ def check_batches(*, micro: int, global_batch: int, data_parallel: int) -> int:
     return global_batch // share
 
 
+def read_samples(path: Path, *, thinking: bool = False) -> Iterator[tuple[str, Sequence[Message]]]:
+    """Yield ``("<path> line <n>", messages)`` of every sample of a chat JSONL file, checked.
+
+    A byte order mark at the beginning of the file is skipped.
+
+    Raises:
+        DataError: the file is missing or not UTF-8; a line is no JSON, has no messages, a message that is refused, no
+            assistant turn, or an assistant turn before anything was asked.
+    """
+    for number, line in _lines(path):
+        where = f"{path} line {number}"
+        yield where, _messages(where, line, thinking)
+
+
 def _lines(path: Path) -> list[tuple[int, str]]:
     if not path.is_file():
         raise DataError(f"{path} does not exist; data.train is the path of a chat JSONL file")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror}); expected a chat JSONL file"
+        ) from error
     # split at newlines alone: str.splitlines would also cut at U+2028 inside a JSON string
     return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
-def _sample(
-    where: str, line: str, tokenizer: ChatTokenizer, seq_length: int, truncate: bool, thinking: bool
-) -> _Sample:
+def _messages(where: str, line: str, thinking: bool) -> Sequence[Message]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"{where} is not JSON ({error}); expected an object with messages"
         ) from error
@@ -178,14 +196,35 @@ def _sample(
         raise DataError(
             f"{where} has tools, which are not rendered; write them into the system message"
         )
+    messages: Sequence[Message] = record["messages"]
     try:
-        tokens, trained = render(record["messages"], tokenizer, thinking=thinking)
+        check_messages(messages, thinking=thinking)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    if not any(trained):
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
         raise DataError(
             f"{where} has no assistant turn, so nothing to train; add one or remove the line"
         )
+    if next(role for role in roles if role != "system") == "assistant":
+        raise DataError(
+            f"{where} begins with an assistant turn, expected a user turn before it; add what was asked or remove the turn"
+        )
+    return messages
+
+
+def _sample(
+    where: str,
+    messages: Sequence[Message],
+    tokenizer: ChatTokenizer,
+    seq_length: int,
+    truncate: bool,
+    thinking: bool,
+) -> _Sample:
+    try:
+        tokens, trained = render(messages, tokenizer, thinking=thinking)
+    except DataError as error:  # text that the tokenizer refuses
+        raise DataError(f"{where}: {error}") from error
     if len(tokens) - 1 > seq_length:
         if not truncate:
             raise DataError(

@@ -18,7 +18,7 @@ import os
 from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
@@ -37,6 +37,7 @@ from megatron_xorl.training.arguments import check_arguments, check_transformer_
 from megatron_xorl.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_xorl.training.model import attach_adapters, prepare_model
 from megatron_xorl.training.resume import run_identity
+from megatron_xorl.training.run_lock import hold_lock
 from megatron_xorl.training.seams import Seams, install_seams
 from megatron_xorl.weights.reader import HfCheckpoint
 
@@ -61,9 +62,13 @@ class Launch:
     base_fingerprint: str = ""
     inventory: Inventory = field(default_factory=lambda: Inventory(()))
     unchecked: list[nn.Module] = field(default_factory=list)
+    lock: IO[str] | None = None
 
     def prepare(self, models: list[nn.Module]) -> list[nn.Module]:
         """Pre-wrap hook: base, adapters, freeze, for every chunk of this pipeline stage."""
+        args = get_args()
+        if args.save and dist.get_rank() == 0:
+            self.lock = hold_lock(Path(args.save))
         for model in models:
             prepare_model(model, self.glm, self.checkpoint)
             self.inventory = attach_adapters(model, self.adapter, seed=self.seed)

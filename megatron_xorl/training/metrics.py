@@ -12,6 +12,7 @@ and of all later ones, so that every iteration stands there once.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -50,8 +51,8 @@ class MetricsLog:
             return
         line = {
             "iteration": iteration,
-            "loss": float(losses["lm loss"]),
-            "grad_norm": None if grad_norm is None else float(grad_norm),
+            "loss": _number(losses["lm loss"]),
+            "grad_norm": _number(grad_norm),
             "lr": learning_rate,
             "tokens_per_s": round(self.tokens / elapsed, 1),
         }
@@ -69,17 +70,23 @@ class MetricsLog:
             return
         if self.bar is None:
             columns = (
-                TextColumn("loss {task.fields[loss]:.4g}"),
+                TextColumn("loss {task.fields[loss]}"),
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
             )
             self.bar = Progress(*columns)
             self.bar.start()
-            self.bar.add_task("train", total=self.total, loss=line["loss"])
-        self.bar.update(self.bar.task_ids[0], completed=line["iteration"], loss=line["loss"])
+            self.bar.add_task("train", total=self.total, loss=None)
+        shown = "not finite" if line["loss"] is None else f"{line['loss']:.4g}"
+        self.bar.update(self.bar.task_ids[0], completed=line["iteration"], loss=shown)
         if line["iteration"] == self.total:
             self.bar.stop()
+
+
+def _number(value: Any) -> float | None:
+    """A finite number as it is; JSON has no other, so anything else is null."""
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def drop_iterations(path: Path, first: int) -> None:

@@ -12,8 +12,11 @@ runs on CPU and gloo.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import functools
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +33,7 @@ from megatron_xorl.training.data import IGNORED, ChatDataset, TrainingSamples, c
 
 __all__ = ["add_arguments", "forward_step", "loss_function", "main", "pretrain"]
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SPEC = ("megatron_xorl.specs", "glm52_layer_spec")
 
 
@@ -37,7 +41,14 @@ SPEC = ("megatron_xorl.specs", "glm52_layer_spec")
 def main(argv: list[str] | None = None) -> None:
     """Entry point of ``python -m megatron_xorl.pretrain``; a failing rank prints its traceback and its number."""
     faulthandler.enable()
+    die_with_launcher()
     pretrain(sys.argv[1:] if argv is None else argv)
+
+
+def die_with_launcher() -> None:
+    """Under torchrun on Linux: end this rank when its agent is killed, so that no orphan goes on writing checkpoints."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def pretrain(argv: list[str]) -> None:

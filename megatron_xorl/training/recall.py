@@ -7,7 +7,8 @@ compared with the assistant's.
 
 from __future__ import annotations
 
-import json
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 
 from megatron_xorl.config.run import RunConfig
 from megatron_xorl.training.adapter_io import load_adapter
-from megatron_xorl.training.chat import ChatTokenizer, generation_prompt
-from megatron_xorl.training.data import ChatDataset
+from megatron_xorl.training.chat import ChatTokenizer, Message, generation_prompt
+from megatron_xorl.training.data import ChatDataset, read_samples
 from megatron_xorl.training.model import generate, load_model
 
 __all__ = ["read_pairs", "recall"]
@@ -24,17 +25,24 @@ __all__ = ["read_pairs", "recall"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def read_pairs(path: Path) -> list[tuple[list[dict[str, Any]], str]]:
-    """``(messages before the last assistant turn, its text)`` of every sample of a chat JSONL file."""
+def read_pairs(path: Path) -> list[tuple[Sequence[Message], str]]:
+    """``(messages before the last assistant turn, its text)`` of every sample of a chat JSONL file.
+
+    Raises:
+        DataError: a line that training refuses too.
+    """
     pairs = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.strip():
-            messages = json.loads(line)["messages"]
-            last = max(
-                index for index, message in enumerate(messages) if message["role"] == "assistant"
-            )
-            pairs.append((messages[:last], messages[last]["content"]))
+    for _, messages in read_samples(path):
+        last = max(
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        )
+        pairs.append((messages[:last], messages[last]["content"]))
     return pairs
+
+
+def _says_nothing_new(record: logging.LogRecord) -> bool:
+    """Drop Megatron's advice to its own developers: it would stand above the one line that a refusal is."""
+    return "GPTModel IS DEPRECATED" not in record.getMessage()
 
 
 def recall(run: RunConfig, adapter: str | Path | None) -> dict[str, Any]:
@@ -55,6 +63,7 @@ def recall(run: RunConfig, adapter: str | Path | None) -> dict[str, Any]:
     ChatDataset(
         run.data.train, tokenizer, seq_length=run.data.seq_length, truncate=run.data.truncate
     )
+    logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(_says_nothing_new)
     model = load_model(run.model.path, dtype=DTYPES[run.model.dtype])
     if adapter is not None:
         load_adapter(model, adapter)

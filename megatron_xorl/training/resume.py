@@ -11,6 +11,7 @@ Refused: a pointer that is no iteration, another base, other adapters, another f
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ __all__ = [
 FORMAT_VERSION = 1
 LATEST = "latest"
 REPLACED = ".replaced"
+UNFINISHED = (REPLACED, ".partial")
+MAX_DIGITS = 15  # of an iteration; more is damage, and no file name can hold hundreds
 
 
 def run_identity(base_fingerprint: str, adapter: AdapterConfig, seed: int) -> dict[str, Any]:
@@ -65,22 +68,46 @@ def latest_iteration(root: Path) -> int | None:
         CheckpointError: ``latest`` is unreadable, or there are several checkpoints and no ``latest``.
     """
     pointer = root / LATEST
-    if not pointer.is_file():
+    if not os.path.lexists(
+        pointer
+    ):  # a dangling link is a pointer that was lost, not one never written
         found = sorted(
-            path.parent for path in root.glob(f"iter_*/{MANIFEST}") if not path.parent.suffix
+            path.parent
+            for path in root.glob(f"iter_*/{MANIFEST}")
+            if path.parent.suffix not in UNFINISHED
         )
         if len(found) > 1:
             raise CheckpointError(
                 f"{root} has {len(found)} checkpoints but no {LATEST} file; "
                 "write the iteration to resume from into it (one line, e.g. 40)"
             )
-        return int(found[0].name.removeprefix("iter_")) if found else None
-    text = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    if not (text.isascii() and text.isdigit()):
+        return _named_iteration(found[0]) if found else None
+    try:
+        text = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        raise CheckpointError(
+            f"{pointer} cannot be read ({error.strerror}); expected a file with one iteration number; "
+            "write the one to resume from"
+        ) from error
+    if not _is_iteration(text):
         raise CheckpointError(
             f"{pointer} holds {text[:40]!r}; expected one iteration number; write the one to resume from"
         )
     return int(text)
+
+
+def _named_iteration(directory: Path) -> int:
+    text = directory.name.removeprefix("iter_")
+    if not _is_iteration(text):
+        raise CheckpointError(
+            f"{directory} has a manifest, but its name ends in {text[:40]!r}; expected iter_ and an iteration number such as "
+            "iter_0000040; rename or remove it"
+        )
+    return int(text)
+
+
+def _is_iteration(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
 
 
 def check_agrees(directory: Path, manifest: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -8,19 +8,23 @@ checkpoint directory has a checkpoint resumes from it.
 
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from megatron_xorl.adapters.available import check_available
 from megatron_xorl.adapters.inventory import build_inventory
-from megatron_xorl.config.layout import ParallelLayout, check_layout
+from megatron_xorl.config.layout import ParallelLayout, check_layout, check_stage_starts
 from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.config.run import RunConfig
-from megatron_xorl.errors import LayoutError
+from megatron_xorl.errors import CheckpointError, ConfigError, LayoutError, nearest
+from megatron_xorl.parallel.cpu import use_cpu
 from megatron_xorl.training.chat import ChatTokenizer
 from megatron_xorl.training.data import ChatDataset, TrainingSamples, check_batches
 from megatron_xorl.training.resume import (
@@ -36,6 +40,13 @@ from megatron_xorl.weights.reader import HfCheckpoint
 __all__ = ["check_run", "launch_command", "pretrain_arguments", "train"]
 
 METRICS = "metrics.jsonl"
+_STAGE_ARGUMENTS = {
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+}
 
 
 def check_run(run: RunConfig, nproc: int) -> None:
@@ -50,10 +61,10 @@ def check_run(run: RunConfig, nproc: int) -> None:
         tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp, cp=sizes.cp, world=nproc
     )
     check_layout(glm, layout)
-    if sizes.cp > 1:
-        raise LayoutError(
-            f"parallel.cp is {sizes.cp}; sparse attention supports one context-parallel rank; set cp: 1"
-        )
+    _check_cuts(run, glm)
+    check_extra_arguments(run)
+    for path in (Path(run.output), run.checkpoint_dir):
+        _check_writable(path)
     check_available(run.adapter)
     build_inventory(glm, run.adapter)
     check_batches(micro=run.batch.micro, global_batch=run.batch.global_, data_parallel=layout.dp)
@@ -71,6 +82,35 @@ def check_run(run: RunConfig, nproc: int) -> None:
     _check_resume(run, glm, base)
 
 
+def _check_cuts(run: RunConfig, glm: GlmConfig) -> None:
+    """Refuse context parallelism and pipeline stages that Megatron's even cut would begin on a shared-indexer layer."""
+    sizes = run.parallel
+    if sizes.cp > 1:
+        raise LayoutError(
+            f"parallel.cp is {sizes.cp}; sparse attention supports one context-parallel rank; set cp: 1"
+        )
+    if sizes.pp == 1 or run.megatron_args.keys() & _STAGE_ARGUMENTS:
+        return
+    share, rest = divmod(glm.num_hidden_layers, sizes.pp)
+    if rest:
+        raise LayoutError(
+            f"parallel.pp is {sizes.pp}, which does not divide the {glm.num_hidden_layers} layers; use a divisor, or give the "
+            "stages in megatron_args (pipeline_model_parallel_layout)"
+        )
+    check_stage_starts(glm, range(0, glm.num_hidden_layers, share))
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a folder that cannot be made: something on the way is a file or cannot be written to."""
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"{path} cannot be a folder: {existing} is a file; choose another output")
+    if not os.access(existing, os.W_OK):
+        raise ConfigError(
+            f"{path} cannot be written: {existing} is read-only; choose another output"
+        )
+
+
 def _check_resume(run: RunConfig, glm: GlmConfig, base: HfCheckpoint) -> None:
     """Refuse a checkpoint of another run before any rank is started; the ranks verify its content when they load it."""
     iteration = latest_iteration(run.checkpoint_dir)
@@ -80,10 +120,77 @@ def _check_resume(run: RunConfig, glm: GlmConfig, base: HfCheckpoint) -> None:
     manifest = read_manifest(directory)
     check_agrees(directory, manifest, run_identity(fingerprint(glm, base), run.adapter, run.seed))
     verify_files(directory, manifest["files"], hashes=False)
+    _check_schedule(run, directory, manifest["scheduler"])
+
+
+def _check_schedule(run: RunConfig, directory: Path, saved: Mapping[str, Any]) -> None:
+    """Refuse another schedule than the checkpoint's, in the run's own words; Megatron counts in samples."""
+    if run.megatron_args.get("override_opt_param_scheduler"):
+        return
+    samples = run.batch.global_
+    wanted = {
+        "optimizer.lr": (saved["max_lr"], run.optimizer.lr),
+        "schedule.warmup": (saved["lr_warmup_steps"] / samples, run.schedule.warmup),
+        "schedule.steps": (saved["lr_decay_steps"] / samples, run.schedule.steps),
+        "schedule.decay": (saved["lr_decay_style"], run.schedule.decay),
+    }
+    faults = [
+        f"{key}: checkpoint {before:g}, this run {now:g}"
+        if not isinstance(now, str)
+        else f"{key}: checkpoint {before}, this run {now}"
+        for key, (before, now) in wanted.items()
+        if before != now
+    ]
+    if faults:
+        raise CheckpointError(
+            f"{directory} was trained on another schedule ({'; '.join(faults)}; steps are in batches of {samples}); "
+            "resume with the same one, or set megatron_args: {override_opt_param_scheduler: true} to go on with this run's"
+        )
 
 
 def pretrain_arguments(run: RunConfig) -> list[str]:
     """Arguments of ``python -m megatron_xorl.pretrain`` for a run."""
+    extra = {name.replace("_", "-"): value for name, value in run.megatron_args.items()}
+    return _spell(_own_arguments(run)) + _spell(extra)
+
+
+def check_extra_arguments(run: RunConfig) -> None:
+    """Check ``megatron_args``: each is an argument of Megatron's, allowed with adapters, and not one that a run key sets.
+
+    Raises:
+        ConfigError: names the argument and, if there is one, the run key or the nearest argument.
+    """
+    given = run.megatron_args
+    if not 1 <= run.seed < 2**31:
+        raise ConfigError(f"seed is {run.seed}; Megatron takes 1 to {2**31 - 1}")
+    own = {name.replace("-", "_") for name in _own_arguments(run)} - {"log_interval"}
+    for name in given:
+        if name in own:
+            raise ConfigError(
+                f"megatron_args.{name} is set by a key of the run configuration; set it there"
+            )
+    if not given:
+        return
+    if not torch.cuda.is_available():
+        use_cpu()
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_xorl.training.arguments import RULES
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
+    known = {option.lstrip("-").replace("-", "_") for option in parser._option_string_actions}
+    for name, value in given.items():
+        if name not in known:
+            close = nearest(name, known)
+            hint = f"; nearest: {', '.join(close)}" if close else ""
+            raise ConfigError(f"megatron_args.{name} is no argument of Megatron's{hint}")
+        for rule in RULES:
+            if rule.name == name and value not in rule.allowed:
+                raise ConfigError(f"megatron_args.{name} is {value!r}: {rule.reason}; leave it out")
+
+
+def _own_arguments(run: RunConfig) -> dict[str, Any]:
+    """Arguments that the run's keys set, by Megatron's names."""
     sizes, optimizer, schedule = run.parallel, run.optimizer, run.schedule
     checkpoints = str(run.checkpoint_dir)
     values: dict[str, Any] = {
@@ -122,9 +229,7 @@ def pretrain_arguments(run: RunConfig) -> list[str]:
         "metrics": str(Path(run.output) / METRICS),
         "log-interval": 10,
     }
-    return _spell(values) + _spell(
-        {name.replace("_", "-"): value for name, value in run.megatron_args.items()}
-    )
+    return values
 
 
 def _spell(values: Mapping[str, Any]) -> list[str]:
@@ -176,7 +281,7 @@ def train(run: RunConfig, nproc: int) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(
-            f"megatron-xorl: rank {rank} failed with exit code {failure.exitcode}; its traceback is above",
+            f"megatron-xorl: rank {rank} failed with exit code {failure.exitcode}; what it said is above",
             file=sys.stderr,
         )
         return 1

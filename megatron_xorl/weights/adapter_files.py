@@ -9,28 +9,37 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_xorl.adapters.formats import adapter_document, file_key
+from megatron_xorl.adapters.formats import PREFIX, adapter_document, file_key
 from megatron_xorl.adapters.inventory import Factor
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.errors import AdapterError
 from megatron_xorl.weights.writer import write_checkpoint
 
-__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "AdapterFile", "write_adapter"]
+__all__ = ["CONFIG_NAME", "ITEM_BYTES", "WEIGHTS_NAME", "AdapterFile", "write_adapter"]
 
 CONFIG_NAME = "adapter_config.json"
 STEM = "adapter_model"
 WEIGHTS_NAME = f"{STEM}.safetensors"
 INDEX_NAME = f"{STEM}.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
+
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+"""Bytes of an element by the dtypes that factors may have, as safetensors spells them."""
+
+_KEY = re.compile(
+    re.escape(PREFIX) + r"(model\.layers\.\d+\.(self_attn|mlp)(\.\w+)+|lm_head)\.lora_[AB]\.weight"
+)
 
 
 def write_adapter(
@@ -106,12 +115,20 @@ class AdapterFile:
         directory: as written by :func:`write_adapter`.
 
     Raises:
-        AdapterError: files are missing or damaged, or the directory was not written by this package.
+        AdapterError: files are missing or damaged, a tensor is no factor or of a dtype that factors do not have, or the
+            directory was not written by this package.
     """
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
         self.document = self._read_config()
+        base = self.document.get("base_model_name_or_path")
+        if not isinstance(base, str):
+            raise AdapterError(
+                f"{self.directory / CONFIG_NAME}: base_model_name_or_path is {base!r}, expected the name of the base; "
+                "export the adapter again"
+            )
+        self.base_model: str = base
         own = self.document.get("megatron_xorl")
         if not isinstance(own, dict) or own.get("format") != "sglang_shared_outer":
             raise AdapterError(
@@ -147,7 +164,7 @@ class AdapterFile:
         """Return a factor, or the part of it given by one slice an axis.
 
         Raises:
-            AdapterError: it is not in the file or has another shape.
+            AdapterError: it is not in the file, has another shape, or holds inf or NaN.
         """
         key = file_key(factor)
         if key not in self._files:
@@ -162,7 +179,14 @@ class AdapterFile:
                 raise AdapterError(
                     f"{key} is {part.get_shape()}, the model needs {list(factor.shape)}; it is of another base or rank"
                 )
-            return part[slices] if slices is not None else stream.get_tensor(key)
+            value: Tensor = part[slices] if slices is not None else stream.get_tensor(key)
+        finite = torch.isfinite(value)
+        if not finite.all():
+            raise AdapterError(
+                f"{key} has {int((~finite).sum())} inf or NaN values of {value.numel()}, expected finite ones; "
+                "export an earlier checkpoint"
+            )
+        return value
 
     def check_keys(self, factors: tuple[Factor, ...]) -> None:
         """Compare the file's keys with the factors of a model, both ways.
@@ -186,7 +210,15 @@ class AdapterFile:
             raise AdapterError(
                 f"{self.directory} has no {CONFIG_NAME}; give the folder of an exported adapter"
             ) from None
-        except ValueError as error:
+        except NotADirectoryError:
+            raise AdapterError(
+                f"{self.directory} is a file; give the folder of an exported adapter, which holds {CONFIG_NAME}"
+            ) from None
+        except OSError as error:
+            raise AdapterError(
+                f"{path} cannot be read ({error.strerror}); give the folder of an exported adapter"
+            ) from error
+        except (ValueError, RecursionError) as error:
             raise AdapterError(f"{path} is no JSON ({error}); export the adapter again") from error
         if not isinstance(document, dict):
             raise AdapterError(f"{path} holds no JSON object; export the adapter again")
@@ -202,11 +234,14 @@ class AdapterFile:
             path = self.directory / name
             try:
                 with safe_open(str(path), framework="pt", device="cpu") as stream:
-                    located.update(dict.fromkeys(stream.keys(), name))
+                    dtypes = {key: stream.get_slice(key).get_dtype() for key in stream.keys()}  # noqa: SIM118
             except Exception as error:  # safetensors raises its own type, not an OSError
                 raise AdapterError(
                     f"{path} cannot be read ({error}); export the adapter again"
                 ) from error
+            for key, dtype in dtypes.items():
+                _check_entry(path, key, dtype)
+            located.update(dict.fromkeys(dtypes, name))
         return located
 
     def _indexed(self) -> list[str]:
@@ -223,6 +258,17 @@ class AdapterFile:
                 f"{path} names {outside[0]!r}, which is not a file of this index's directory; export the adapter again"
             )
         return names
+
+
+def _check_entry(path: Path, key: str, dtype: str) -> None:
+    if not _KEY.fullmatch(key):
+        raise AdapterError(
+            f"{path} holds {key}, which is no LoRA factor of this model family; export the adapter again"
+        )
+    if dtype not in ITEM_BYTES:
+        raise AdapterError(
+            f"{path}: {key} is {dtype}, expected one of {', '.join(ITEM_BYTES)}; export the adapter again"
+        )
 
 
 def _first(names: list[str]) -> str:

@@ -10,11 +10,10 @@ import math
 from typing import Any
 
 from megatron_xorl.adapters.scopes import REGIONS
-from megatron_xorl.weights.adapter_files import AdapterFile
+from megatron_xorl.weights.adapter_files import ITEM_BYTES, AdapterFile
 
 __all__ = ["adapter_report"]
 
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _REGION_OF = (
     (".self_attn.", "attention"),
     (".mlp.experts.", "routed_experts"),
@@ -38,7 +37,7 @@ def adapter_report(file: AdapterFile) -> dict[str, Any]:
         size = math.prod(shape)
         totals["factors"][region] += 1
         totals["parameters"][region] += size
-        totals["bytes"][region] += size * _ITEM_BYTES[dtype]
+        totals["bytes"][region] += size * ITEM_BYTES[dtype]
     own = file.document["megatron_xorl"]
     return {
         "format": own["format"],
@@ -50,6 +49,6 @@ def adapter_report(file: AdapterFile) -> dict[str, Any]:
             name: {"total": sum(by_region.values()), "by_region": by_region}
             for name, by_region in totals.items()
         },
-        "base_model": file.document["base_model_name_or_path"],
+        "base_model": file.base_model,
         "base_fingerprint": file.base_fingerprint,
     }

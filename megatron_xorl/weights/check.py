@@ -2,8 +2,8 @@
 
 One run names all of it: a person with 141 shards to fetch should not learn of the faults one by
 one. Headers alone are read, plus the FP8 scales (small) for non-finite values. Decided by what the
-file holds, not by ``modules_to_not_convert``: that list names modules that do not exist in the
-shipped checkpoint (``indexers_proj``), which is a warning.
+file holds, not by ``modules_to_not_convert``: an entry of that list that names no module is a
+warning, but for the misspelling that the shipped checkpoints have (``indexers_proj``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_xorl.config.parse import unconverted_modules
 from megatron_xorl.errors import WeightsError, nearest
 from megatron_xorl.weights.names import SCALE_SUFFIX, TensorRow, rows_by_name
 from megatron_xorl.weights.shards import Entry
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _FILE_DTYPES = {"fp8": "F8_E4M3", "bf16": "BF16", "fp32": "F32"}
 _SHOWN = 20
+_SHIPPED_MISSPELLING = (
+    ".self_attn.indexers_proj"  # config.json of GLM-5.2-FP8: no module has this name
+)
 
 
 def check_checkpoint(checkpoint: HfCheckpoint, config: GlmConfig) -> None:
@@ -52,7 +56,7 @@ def check_checkpoint(checkpoint: HfCheckpoint, config: GlmConfig) -> None:
             problems += _tensor(rows[name], entry, name + SCALE_SUFFIX in checkpoint)
         elif name.endswith(SCALE_SUFFIX):
             problems += _scale(checkpoint, name, entry, entries, rows)
-    _warn_unmatched(checkpoint)
+    problems += _unmatched(checkpoint)
     if problems:
         raise WeightsError(_message(checkpoint, problems))
 
@@ -184,22 +188,29 @@ def _scale(
             )
 
 
-def _warn_unmatched(checkpoint: HfCheckpoint) -> None:
+def _unmatched(checkpoint: HfCheckpoint) -> Iterator[str]:
     """Warn of ``modules_to_not_convert`` entries that name no module: they protect nothing."""
     path = checkpoint.directory / "config.json"
     if not path.is_file():
         return
-    settings = json.loads(path.read_text(encoding="utf-8")).get("quantization_config") or {}
-    listed = settings.get("modules_to_not_convert") or []
+    try:
+        listed = unconverted_modules(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        yield f"config.json: {error}"
+        return
     modules = _modules(checkpoint)
     unmatched = [entry for entry in listed if not _matches(entry, modules)]
-    if unmatched:
-        log.warning(
-            "quantization_config.modules_to_not_convert: %d entries name no module of the checkpoint (first: %s); what is "
-            "quantised is decided by the scales in the file",
-            len(unmatched),
-            unmatched[0],
-        )
+    shipped = [entry for entry in unmatched if entry.endswith(_SHIPPED_MISSPELLING)]
+    other = [entry for entry in unmatched if not entry.endswith(_SHIPPED_MISSPELLING)]
+    for level, entries in ((logging.DEBUG, shipped), (logging.WARNING, other)):
+        if entries:
+            log.log(
+                level,
+                "quantization_config.modules_to_not_convert: %d entries name no module of the checkpoint (first: %s); what is "
+                "quantised is decided by the scales in the file",
+                len(entries),
+                entries[0],
+            )
 
 
 def _modules(checkpoint: HfCheckpoint) -> set[str]:

@@ -17,6 +17,7 @@ import json
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -28,7 +29,25 @@ from megatron_xorl.weights.writer import INDEX_NAME, SINGLE_NAME
 if TYPE_CHECKING:
     from megatron_xorl.config.model import GlmConfig
 
-__all__ = ["HfCheckpoint"]
+__all__ = ["HfCheckpoint", "refuse_nonfinite"]
+
+
+def refuse_nonfinite(name: str, tensor: Tensor) -> None:
+    """Check that a tensor of the base holds numbers: one inf or NaN would spread to every output.
+
+    Args:
+        name: of the tensor in the file.
+        tensor: floating point, any shape; codes of an FP8 weight are checked with their scales.
+
+    Raises:
+        WeightsError: says how many values are inf or NaN.
+    """
+    finite = torch.isfinite(tensor)
+    if not finite.all():
+        raise WeightsError(
+            f"{name} has {int((~finite).sum())} inf or NaN values of {tensor.numel()}, expected finite ones; "
+            "the shard is damaged, fetch it again"
+        )
 
 
 class HfCheckpoint:

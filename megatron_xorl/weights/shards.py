@@ -48,7 +48,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     """Return the tensors of a safetensors file by name.
 
     Raises:
-        WeightsError: the file is missing, empty, truncated, its header is no JSON, or an entry does not fit its dtype and shape.
+        WeightsError: the file is missing, empty, truncated, its header is no JSON, an entry does not fit its
+            dtype and shape, or tensors overlap or leave bytes between or behind them.
     """
     size = _file_size(path)
     with path.open("rb") as file:
@@ -71,7 +72,9 @@ def read_header(path: Path) -> dict[str, Entry]:
         )
     header.pop("__metadata__", None)
     data = _LENGTH_BYTES + length
-    return {name: _entry(path, name, fields, data, size) for name, fields in header.items()}
+    entries = {name: _entry(path, name, fields, data, size) for name, fields in header.items()}
+    _check_layout(path, entries, data, size)
+    return entries
 
 
 def _file_size(path: Path) -> int:
@@ -89,7 +92,7 @@ def _entry(path: Path, name: str, fields: Any, data: int, size: int) -> Entry:
     try:
         dtype, shape = str(fields["dtype"]), tuple(int(side) for side in fields["shape"])
         start, stop = (data + int(offset) for offset in fields["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise WeightsError(
             f"{path.name}: the header entry of {name} is damaged; fetch the file again"
         ) from error
@@ -107,6 +110,23 @@ def _entry(path: Path, name: str, fields: Any, data: int, size: int) -> Entry:
             f"{path.name}: {name} has {stop - start} bytes, {dtype} {list(shape)} needs {needed}; fetch the file again"
         )
     return Entry(dtype, shape, start, stop)
+
+
+def _check_layout(path: Path, entries: dict[str, Entry], data: int, size: int) -> None:
+    """Tensors follow each other from the header to the end of the file, as the format says."""
+    end, before = data, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if entry.start != end:
+            fault = "overlaps" if entry.start < end else f"lies {entry.start - end} bytes behind"
+            raise WeightsError(
+                f"{path.name}: {name} {fault} {before}, expected each tensor to begin where the one before it ends; "
+                "fetch the file again"
+            )
+        end, before = entry.stop, name
+    if end != size:
+        raise WeightsError(
+            f"{path.name}: {size - end} bytes follow {before}, expected the file to end with its last tensor; fetch it again"
+        )
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -172,6 +172,16 @@ def test_the_number_of_mtp_layers_may_be_absent(value: Any, count: int) -> None:
         ("rms_norm_eps", "1e-5"),
         ("num_experts_per_tok", 9),
         ("n_group", 3),
+        ("n_group", 8),
+        ("num_hidden_layers", 1001),
+        ("hidden_size", 2**24 + 1),
+        ("n_routed_experts", 2**16 + 1),
+        ("num_nextn_predict_layers", 10**9),
+        ("vocab_size", 10**4000),
+        ("vocab_size", -(10**4000)),
+        ("rms_norm_eps", 10**400),
+        ("rope_parameters", {"rope_theta": 10**400}),
+        ("pad_token_id", 10**5000),
         ("norm_topk_prob", "yes"),
     ],
 )
@@ -190,6 +200,9 @@ def test_what_is_not_implemented_is_refused_by_name(key: str, value: Any) -> Non
         ("weight_block_size", None),
         ("weight_block_size", [32]),
         ("weight_block_size", [32, 0]),
+        ("weight_block_size", [32, 10**30]),
+        ("modules_to_not_convert", "lm_head"),
+        ("modules_to_not_convert", ["lm_head", None]),
     ],
 )
 def test_another_quantisation_is_refused_by_name(key: str, value: Any) -> None:
@@ -222,6 +235,9 @@ def test_what_cannot_be_loaded_says_what_was_expected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean the preset 'glm-5\.2'"):
         load_glm_config("glm5.2")
     (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="not readable as JSON"):
+        load_glm_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 200_000)
     with pytest.raises(ConfigError, match="not readable as JSON"):
         load_glm_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")

@@ -51,3 +51,18 @@ def test_what_is_not_a_mapping_or_not_yaml_is_refused(tmp_path: Path) -> None:
         load_yaml(tmp_path / "missing.yaml")
     file.write_text("")
     assert load_yaml(file) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("start: 2024-99-99", "put it in quotes"),
+        ("steps: " + "9" * 5000, "put it in quotes"),
+        ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+    ],
+    ids=["date", "digits", "depth"],
+)
+def test_what_yaml_itself_cannot_hold_is_refused(text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        parse_yaml(text, "a.yaml")
+    assert str(caught.value).startswith("a.yaml: ") and "\n" not in str(caught.value)

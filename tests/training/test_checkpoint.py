@@ -18,11 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from megatron_xorl.adapters.inventory import Inventory, build_inventory
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.config.model import load_glm_config
+from megatron_xorl.errors import CheckpointError
+from megatron_xorl.training.resume import LATEST
 from tests.workers.adapter_job import ADAPTER, KINDS, Job, drawn
 from tests.worlds import run_world, start_world
 
@@ -423,3 +426,26 @@ def test_keep_last_keeps_the_newest_and_without_it_all_stay(
     (listed,) = run_world(save_many, 1, tiny_dir, tmp_path, keep_last)
     assert listed[-1] == [f"iter_{iteration:07d}" for iteration in kept]
     assert all(f"iter_{n:07d}" in names for n, names in enumerate(listed, start=1))
+
+
+def _save_a_poisoned_state(model_dir: Path, root: Path, rank: int) -> str:
+    job = Job(model_dir, base=False)
+    job.save(root, 1)
+    if dist.get_rank() == rank:
+        with torch.no_grad():
+            next(p for p in job.model.parameters() if p.requires_grad).view(-1)[0] = float("nan")
+    try:
+        job.save(root, 2, keep_last=1)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.dist
+def test_a_state_with_nan_is_refused_on_every_rank_and_the_last_good_checkpoint_stays(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    said = run_world(_save_a_poisoned_state, 2, tiny_dir, tmp_path, 0)
+    assert said[0] == said[1] and "iteration 2 is not saved" in said[0] and "lora_A" in said[0]
+    assert (tmp_path / LATEST).read_text() == "1\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", LATEST]

@@ -125,6 +125,8 @@ def test_a_file_smaller_than_a_global_batch_is_refused_with_the_way_out(write, t
         TrainingSamples(dataset, steps=1, global_batch=2)
 
 
+SYSTEM = {"role": "system", "content": "s"}
+REVERSED = [{"role": role, "content": "x"} for role in ("assistant", "user", "assistant")]
 GOOD = json.dumps(chat("q", "a"))
 
 
@@ -139,17 +141,29 @@ GOOD = json.dumps(chat("q", "a"))
         ([GOOD, '{"messages": []}'], r"line 2: messages is \[\], expected a list"),
         ([GOOD, {"messages": [{"role": "user", "content": "x"}]}], r"line 2 has no assistant turn"),
         ([GOOD, {"messages": [{"role": "x", "content": "x"}]}], r"line 2: message 1 has role 'x'"),
+        ([GOOD, '{"messages": [{"role": [], "content": ""}]}'], r"line 2: message 1 has role \[\]"),
+        ([GOOD, {"messages": REVERSED}], r"line 2 begins with an assistant turn"),
+        ([GOOD, {"messages": [SYSTEM, *REVERSED]}], r"line 2 begins with an assistant turn"),
+        ([GOOD, '{"messages": ' + "[" * 200_000], r"line 2 is not JSON"),
         ([{**chat("q", "a"), "tools": [1]}], r"line 1 has tools, which are not rendered"),
         (
             [GOOD, chat("q" * 50, "a")],
             r"line 2 needs 56 positions, seq_length is 40; .*data\.truncate: true",
         ),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_each_fault_is_named_with_its_line(lines, complaint, write, tokenizer):
     with pytest.raises(DataError, match=complaint):
         ChatDataset(write(*lines), tokenizer, seq_length=40)
+
+
+def test_a_byte_order_mark_is_skipped_and_a_system_turn_may_come_first(write, tokenizer):
+    path = write({"messages": [SYSTEM, *chat("q", "a")["messages"]]})
+    plain = ChatDataset(path, tokenizer, seq_length=32)[0]
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    marked = ChatDataset(path, tokenizer, seq_length=32)[0]
+    assert torch.equal(marked["tokens"], plain["tokens"])
 
 
 def test_a_sample_may_fill_the_sequence_and_not_pass_it(write, tokenizer):

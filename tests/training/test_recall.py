@@ -33,6 +33,22 @@ def test_the_last_assistant_turn_is_asked_for_and_what_precedes_it_is_given(tmp_
     assert asked == [(["a?"], "b"), (["c?", "d", "e?"], "f"), (["g?"], "h")]
 
 
+def test_lines_are_those_that_training_reads_and_a_fault_is_named_with_its_line(
+    tmp_path: Path,
+) -> None:
+    from megatron_xorl.errors import DataError
+    from megatron_xorl.training.recall import read_pairs
+
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(chat("a\u2028?", "b\x85"), ensure_ascii=False), encoding="utf-8-sig")
+    ((messages, expected),) = read_pairs(path)
+    assert (messages[0]["content"], expected) == ("a\u2028?", "b\x85")
+    reversed_roles = {"messages": chat("q", "a")["messages"][::-1]}
+    path.write_text(f"{json.dumps(chat('q', 'a'))}\n{json.dumps(reversed_roles)}")
+    with pytest.raises(DataError, match=r"data\.jsonl line 2 begins with an assistant turn"):
+        read_pairs(path)
+
+
 def judge(model: Path, data: Path, replies: list[str]) -> dict[str, Any]:
     """Recall with a model whose replies are given, token for token."""
     import torch

@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megatron_xorl.config.run import RunConfig
-from megatron_xorl.training.run import launch_command, pretrain_arguments
+from megatron_xorl.errors import MegatronXorlError
+from megatron_xorl.training.run import check_run, launch_command, pretrain_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,6 +107,85 @@ def test_bf16_tensor_parallel_and_truncation_add_their_flags(tmp_path: Path) -> 
 def test_the_launcher_starts_our_entry_on_one_machine(tmp_path: Path) -> None:
     command = launch_command(run_config(tmp_path), 2)
     assert command[:5] == ["--standalone", "--nproc-per-node", "2", "-m", "megatron_xorl.pretrain"]
+
+
+@pytest.fixture
+def sound(tiny_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    """Sections that make :func:`run_config` a run that trains."""
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Kx7"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    return {"model": {"path": str(tiny_dir), "dtype": "fp32"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"parallel": {"pp": 2}}, "layer 2"),
+        ({"parallel": {"pp": 3}}, "there are 2 such layers"),
+        ({"seed": 0}, "seed is 0"),
+        ({"seed": 2**40}, "Megatron takes 1 to 2147483647"),
+        ({"output": "train.jsonl"}, "train.jsonl is a file"),
+        ({"output": "train.jsonl/deeper"}, "train.jsonl is a file"),
+        ({"megatron_args": {"lr": 5}}, "megatron_args.lr is set by a key of the run"),
+        ({"megatron_args": {"save": "elsewhere"}}, "megatron_args.save is set by a key"),
+        ({"megatron_args": {"fp61": True}}, "no argument of Megatron's; nearest: fp16"),
+        ({"megatron_args": {"fp16": True}}, "fp16 needs loss scaling"),
+        ({"megatron_args": {"overlap_grad_reduce": True}}, "leave it out"),
+    ],
+    ids=str,
+)
+def test_what_only_a_rank_would_have_refused_is_refused_before_any_starts(
+    sections: dict[str, Any], says: str, sound: dict[str, Any], tmp_path: Path
+) -> None:
+    world = 6 if sections.get("parallel", {}).get("pp") == 3 else 2
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(MegatronXorlError) as refused:
+        check_run(run_config(tmp_path, **(sound | {"parallel": {}} | sections)), world)
+    assert says in str(refused.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_sound_run_is_accepted_with_an_argument_of_megatrons(
+    sound: dict[str, Any], tmp_path: Path
+) -> None:
+    check_run(run_config(tmp_path, **sound, megatron_args={"log-throughput": True}), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_killing_the_launcher_ends_its_ranks(sound: dict[str, Any], tmp_path: Path) -> None:
+    run = run_config(tmp_path, **sound, schedule={"steps": 400, "warmup": 2})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run.to_dict()))
+    words = [sys.executable, "-m", "megatron_xorl.cli", "train", str(tmp_path / "run.yaml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with open(tmp_path / "log", "w") as log:
+        launcher = subprocess.Popen(words, stdout=log, stderr=log, env=environment)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and len(metrics.read_text().splitlines()) > 1)
+    ranks = children(launcher.pid)
+    assert len(ranks) == 2
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not any(alive(pid) for pid in ranks))
+    assert len(metrics.read_text().splitlines()) < 400
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 DYING = """

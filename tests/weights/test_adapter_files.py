@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_xorl.adapters.inventory import Inventory, build_inventory
 from megatron_xorl.config.adapter import AdapterConfig
@@ -155,3 +155,52 @@ def test_a_config_that_lacks_what_loading_needs_is_refused(tmp_path: Path, secti
     (out / "adapter_config.json").write_text(json.dumps(document | {"megatron_xorl": section}))
     with pytest.raises(AdapterError, match=r"adapter_config\.json"):
         AdapterFile(out)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    out = write(tmp_path / "a")
+    with pytest.raises(AdapterError, match="is a file; give the folder"):
+        AdapterFile(out / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("name", [None, 3])
+def test_a_config_that_does_not_name_its_base_is_refused(tmp_path: Path, name: object) -> None:
+    out = write(tmp_path / "a")
+    document = json.loads((out / "adapter_config.json").read_text())
+    document["base_model_name_or_path"] = name
+    if name is None:
+        del document["base_model_name_or_path"]
+    (out / "adapter_config.json").write_text(json.dumps(document))
+    with pytest.raises(AdapterError, match="base_model_name_or_path is"):
+        AdapterFile(out)
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype", "complaint"),
+    [
+        ("x", torch.float32, "holds x, which is no LoRA factor"),
+        ("base_model.model.model.norm.weight", torch.float32, "which is no LoRA factor"),
+        ("base_model.model.lm_head.lora_C.weight", torch.float32, "which is no LoRA factor"),
+        ("base_model.model.lm_head.lora_A.weight", torch.float64, "is F64, expected one of BF16"),
+        ("base_model.model.lm_head.lora_A.weight", torch.int32, "is I32, expected one of BF16"),
+    ],
+)
+def test_a_tensor_that_can_be_no_factor_is_refused_by_name(
+    tmp_path: Path, key: str, dtype: torch.dtype, complaint: str
+) -> None:
+    out = write(tmp_path / "a")
+    path = out / "adapter_model.safetensors"
+    save_file(load_file(path) | {key: torch.ones(2, 2, dtype=dtype)}, path)
+    with pytest.raises(AdapterError, match=complaint):
+        AdapterFile(out)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_factor_with_inf_or_nan_is_refused_when_it_is_read(tmp_path: Path, value: float) -> None:
+    factor, other = inventory().trainable[:2]
+    tensors = values()
+    tensors[factor.name][0, 1] = value
+    file = AdapterFile(write(tmp_path / "a", tensors))
+    file.read(other)
+    with pytest.raises(AdapterError, match="has 1 inf or NaN values of"):
+        file.read(factor)

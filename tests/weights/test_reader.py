@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_xorl.config.model import load_glm_config
 from megatron_xorl.convert.tiny import make_tiny
-from megatron_xorl.errors import WeightsError
-from megatron_xorl.weights.reader import HfCheckpoint
+from megatron_xorl.errors import ConfigError, WeightsError
+from megatron_xorl.weights.reader import HfCheckpoint, refuse_nonfinite
 from megatron_xorl.weights.writer import INDEX_NAME, plan_shards, write_checkpoint
 
 KV_A = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
@@ -110,17 +110,54 @@ def test_only_the_shard_that_is_asked_for_is_opened(copy):
     assert HfCheckpoint(copy).read(KV_A).shape == (144, 128)
 
 
-def test_an_intact_checkpoint_is_accepted_and_the_shipped_misnamed_entries_warned_of(
+def test_an_intact_checkpoint_is_accepted_and_the_shipped_misspelling_is_no_warning(
     tiny_dir, tiny128_dir, caplog
 ):
     for directory in (tiny_dir, tiny128_dir):
         caplog.clear()
-        with caplog.at_level(logging.WARNING):
+        with caplog.at_level(logging.DEBUG, "megatron_xorl"):
             HfCheckpoint(directory).validate(load_glm_config(directory))
-        assert [r.getMessage().split(" (")[0] for r in caplog.records] == [
-            "quantization_config.modules_to_not_convert: 2 entries name no module of the checkpoint"
+        assert [(r.levelname, r.getMessage().split(" (")[0]) for r in caplog.records] == [
+            (
+                "DEBUG",
+                "quantization_config.modules_to_not_convert: 2 entries name no module of the checkpoint",
+            )
         ]
         assert "indexers_proj" in caplog.text
+
+
+def list_unconverted(directory: Path, listed: object) -> None:
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    raw["quantization_config"]["modules_to_not_convert"] = listed
+    path.write_text(json.dumps(raw))
+
+
+def test_another_entry_that_names_no_module_is_a_warning(copy, caplog):
+    list_unconverted(copy, ["lm_head", "model.layers.0.self_attn.indexers_proj", "lm_haed"])
+    with caplog.at_level(logging.WARNING):
+        HfCheckpoint(copy).validate(load_glm_config(copy))
+    (record,) = caplog.records
+    assert "1 entries name no module of the checkpoint (first: lm_haed)" in record.getMessage()
+
+
+@pytest.mark.parametrize("listed", ["lm_head", 7, {"a": 1}, ["lm_head", None], [3]], ids=str)
+def test_a_list_of_unconverted_modules_that_is_none_is_refused_by_name(copy, listed):
+    config = load_glm_config(copy)
+    list_unconverted(copy, listed)
+    with pytest.raises(WeightsError, match="quantization_config.modules_to_not_convert"):
+        HfCheckpoint(copy).validate(config)
+    with pytest.raises(ConfigError, match="quantization_config.modules_to_not_convert"):
+        load_glm_config(copy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_tensor_with_inf_or_nan_is_refused_by_name(dtype):
+    tensor = torch.ones(4, 3, dtype=dtype)
+    refuse_nonfinite("model.norm.weight", tensor)
+    tensor[1, 2], tensor[3, 0] = float("nan"), float("-inf")
+    with pytest.raises(WeightsError, match=r"model\.norm\.weight has 2 inf or NaN values of 12"):
+        refuse_nonfinite("model.norm.weight", tensor)
 
 
 def test_a_scale_in_another_shard_than_its_weight_is_found(copy):

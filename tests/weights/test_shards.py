@@ -25,6 +25,11 @@ def entry(
     return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
+def pair(w: object, v: object, shape: object = (2,)) -> dict[str, object]:
+    """``w`` of two elements and ``v`` of ``shape`` at these offsets."""
+    return entry(shape=(2,), offsets=w) | {"v": entry(shape=shape, offsets=v)["w"]}
+
+
 def test_entries_point_at_the_bytes_of_each_tensor(tmp_path):
     tensors = {
         "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -53,9 +58,16 @@ def test_entries_point_at_the_bytes_of_each_tensor(tmp_path):
         (entry(shape=(-2, -2)), r"w has 16 bytes, F32 \[-2, -2\] needs 16"),
         (entry(dtype="F4"), "w has dtype F4, expected one of"),
         (entry(dtype=[1]), "w has dtype"),
+        (entry(shape=(2, float("inf"))), "the header entry of w is damaged"),
         (entry(shape="ab"), "the header entry of w is damaged"),
         (entry(offsets=3), "the header entry of w is damaged"),
         ({"w": 3}, "the header entry of w is damaged"),
+        (entry(shape=(2, 1), offsets=(0, 8)), "8 bytes follow w, expected the file to end"),
+        (entry(shape=(2, 1), offsets=(8, 16)), "w lies 8 bytes behind the header"),
+        (pair((0, 8), (4, 12)), "v overlaps w"),
+        (pair((0, 8), (0, 8)), "overlaps"),
+        (pair((0, 8), (12, 16), shape=(1,)), "v lies 4 bytes behind w"),
+        ({}, "16 bytes follow the header"),
         ([1], "the safetensors header is no JSON object"),
         (b"{", "the safetensors header is damaged"),
         (b"\xff\xfe", "the safetensors header is damaged"),
