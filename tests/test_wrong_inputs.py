@@ -87,8 +87,19 @@ class Run:
             run.seed,
         )
         files = describe_files(directory, ["__0_0.distcp"])
-        write_manifest(directory, identity | {"format_version": 1, "iteration": 3, "files": files})
+        scheduler = {
+            "max_lr": run.optimizer.lr,
+            "lr_warmup_steps": run.schedule.warmup * run.batch.global_,
+            "lr_decay_steps": run.schedule.steps * run.batch.global_,
+            "lr_decay_style": run.schedule.decay,
+        }
+        rest = {"format_version": 1, "iteration": 3, "files": files, "scheduler": scheduler}
+        write_manifest(directory, identity | rest)
         (directory.parent / "latest").write_text("3\n")
+
+    def other_schedule(self) -> None:
+        self.checkpoint()
+        self.set(schedule={"steps": 7})
 
     def other_base(self) -> None:
         self.checkpoint()
@@ -171,6 +182,10 @@ CASES: dict[str, tuple[Callable[[Run], Any], tuple[str, ...]]] = {
     "a resume from another base": (
         Run.other_base,
         ("is of another run", "base.fingerprint"),
+    ),
+    "a resume with another schedule": (
+        Run.other_schedule,
+        ("was trained on another schedule", "schedule.steps: checkpoint 4, this run 7"),
     ),
     "a resume with another rank": (
         lambda run: (run.checkpoint(), run.set(adapter={"rank": 2})),

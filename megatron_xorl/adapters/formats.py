@@ -9,7 +9,7 @@ read; the shapes are the logical ones of the inventory, unchanged.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_xorl.adapters.inventory import Factor
@@ -40,7 +40,12 @@ def inventory_hash(factors: Iterable[Factor]) -> str:
 
 
 def adapter_document(
-    adapter: AdapterConfig, factors: tuple[Factor, ...], *, base_model: str, base_fingerprint: str
+    adapter: AdapterConfig,
+    factors: tuple[Factor, ...],
+    *,
+    base_model: str,
+    base_fingerprint: str,
+    forward: Mapping[str, str],
 ) -> dict[str, Any]:
     """``adapter_config.json``, from resolved values.
 
@@ -49,6 +54,7 @@ def adapter_document(
         factors: what the file holds.
         base_model: path or name of the base.
         base_fingerprint: of the base that was trained on.
+        forward: mode and backend of the base's products while it trained.
 
     Raises:
         AdapterError: nothing trained, so there is nothing to write.
@@ -79,6 +85,7 @@ def adapter_document(
             "format_version": 1,
             "adapter": adapter.to_dict(),
             "base_fingerprint": base_fingerprint,
+            "forward": dict(forward),
             "inventory_hash": inventory_hash(factors),
         },
     }

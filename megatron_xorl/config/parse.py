@@ -175,7 +175,7 @@ def _check_supported(reader: _Reader) -> None:
             raise reader.fail(f"{key} is {value!r}, but only {allowed[0]!r} is supported")
     kinds = reader.raw.get("layer_types")
     if kinds is not None:
-        layers = reader.raw.get("num_hidden_layers")
+        layers = reader.whole("num_hidden_layers") if reader.has("num_hidden_layers") else None
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise reader.fail(
                 f"layer_types must be a list with one entry for each of the {layers} layers"

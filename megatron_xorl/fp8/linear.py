@@ -21,7 +21,10 @@ from torch import Tensor
 
 from megatron_xorl.fp8.weight import FrozenWeight
 
-__all__ = ["frozen_grouped_linear", "frozen_head_matmul", "frozen_linear"]
+__all__ = ["FORWARD", "frozen_grouped_linear", "frozen_head_matmul", "frozen_linear"]
+
+FORWARD = {"mode": "w8a16", "backend": "reference"}
+"""How base products are computed; recorded in every checkpoint and adapter, a resume under another is refused."""
 
 
 def frozen_linear(x: Tensor, weight: FrozenWeight) -> Tensor:

@@ -26,7 +26,7 @@ from megatron_xorl.layers.experts import BankLinear
 from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.linear import AdaptedLinear, ColumnParallelLinear
 from megatron_xorl.weights.names import TensorRow, hf_tensors
-from megatron_xorl.weights.reader import HfCheckpoint
+from megatron_xorl.weights.reader import HfCheckpoint, refuse_nonfinite
 from megatron_xorl.weights.slices import owned_range, scale_range
 
 __all__ = ["install_head", "load_base", "megatron_modules"]
@@ -112,7 +112,7 @@ def _fill_tensor(target: Tensor, row: TensorRow, checkpoint: HfCheckpoint) -> No
         group = parallel_state.get_tensor_model_parallel_group()
         part = (owned_range(row.hf, row.shape[row.tp_axis], group.rank(), group.size()),)
     value = checkpoint.read(row.hf, part)
-    _refuse_nonfinite(row.hf, value)
+    refuse_nonfinite(row.hf, value)
     with torch.no_grad():
         target.copy_(value)
 
@@ -139,7 +139,7 @@ def _read(
             raise WeightsError(
                 f"{row.hf} is FP8 but {scale_name} is missing; an FP8 weight is meaningless without its scale"
             )
-        _refuse_nonfinite(row.hf, codes)
+        refuse_nonfinite(row.hf, codes)
         return codes, None
     if block is None:
         raise WeightsError(
@@ -150,11 +150,6 @@ def _read(
     )
     check_pair(row.hf, codes, scales, block)
     return codes.view(torch.uint8), scales
-
-
-def _refuse_nonfinite(name: str, value: Tensor) -> None:
-    if not bool(value.isfinite().all()):
-        raise WeightsError(f"{name} holds NaN or infinity; fetch the checkpoint again")
 
 
 def _stack(

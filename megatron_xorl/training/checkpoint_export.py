@@ -50,6 +50,7 @@ def export_checkpoint(checkpoint: str | Path, out: str | Path) -> dict[str, Any]
         AdapterConfig.from_dict(saved, f"{checkpoint} adapter"),
         base_model=manifest["base_directory"],
         base_fingerprint=manifest["base"]["fingerprint"],
+        forward=manifest["forward"],
     )
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return {"iteration": manifest["iteration"], "factors": len(factors), "bytes": size}

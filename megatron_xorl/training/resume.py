@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.errors import CheckpointError
+from megatron_xorl.fp8.linear import FORWARD
 from megatron_xorl.weights.manifest import MANIFEST
 
 __all__ = [
@@ -42,7 +43,7 @@ def run_identity(base_fingerprint: str, adapter: AdapterConfig, seed: int) -> di
     return {
         "base": {"fingerprint": base_fingerprint},
         "adapter": adapter.to_dict() | {"seed": seed},
-        "forward": {"mode": "w8a16", "backend": "reference"},
+        "forward": dict(FORWARD),
     }
 
 

@@ -120,7 +120,7 @@ def _check_resume(run: RunConfig, glm: GlmConfig, base: HfCheckpoint) -> None:
     manifest = read_manifest(directory)
     check_agrees(directory, manifest, run_identity(fingerprint(glm, base), run.adapter, run.seed))
     verify_files(directory, manifest["files"], hashes=False)
-    _check_schedule(run, directory, manifest["scheduler"])
+    _check_schedule(run, directory, manifest.get("scheduler", {}))
 
 
 def _check_schedule(run: RunConfig, directory: Path, saved: Mapping[str, Any]) -> None:
@@ -128,6 +128,10 @@ def _check_schedule(run: RunConfig, directory: Path, saved: Mapping[str, Any]) -
     if run.megatron_args.get("override_opt_param_scheduler"):
         return
     samples = run.batch.global_
+    if absent := {"max_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style"} - saved.keys():
+        raise CheckpointError(
+            f"{directory} records no {min(absent)}; it is damaged: use another iteration"
+        )
     wanted = {
         "optimizer.lr": (saved["max_lr"], run.optimizer.lr),
         "schedule.warmup": (saved["lr_warmup_steps"] / samples, run.schedule.warmup),

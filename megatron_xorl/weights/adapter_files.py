@@ -24,6 +24,7 @@ from megatron_xorl.adapters.formats import PREFIX, adapter_document, file_key
 from megatron_xorl.adapters.inventory import Factor
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.errors import AdapterError
+from megatron_xorl.fp8.linear import FORWARD
 from megatron_xorl.weights.writer import write_checkpoint
 
 __all__ = ["CONFIG_NAME", "ITEM_BYTES", "WEIGHTS_NAME", "AdapterFile", "write_adapter"]
@@ -50,6 +51,7 @@ def write_adapter(
     *,
     base_model: str,
     base_fingerprint: str,
+    forward: Mapping[str, str] = FORWARD,
     max_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write an adapter directory in ``sglang_shared_outer`` form.
@@ -60,6 +62,7 @@ def write_adapter(
         tensors: ``{factor name: tensor of its full logical shape}``, exactly those factors.
         adapter: the configuration that trained them.
         base_model, base_fingerprint: the base they were trained on.
+        forward: mode and backend of the base's products while they trained.
         max_bytes: above this the weights are sharded with an index.
 
     Raises:
@@ -69,7 +72,11 @@ def write_adapter(
         raise AdapterError(f"{out} exists; choose another output directory or remove it")
     _check_complete(factors, tensors)
     document = adapter_document(
-        adapter, factors, base_model=base_model, base_fingerprint=base_fingerprint
+        adapter,
+        factors,
+        base_model=base_model,
+        base_fingerprint=base_fingerprint,
+        forward=forward,
     )
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

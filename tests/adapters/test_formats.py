@@ -9,6 +9,7 @@ from megatron_xorl.adapters.inventory import Inventory, build_inventory
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.config.model import load_glm_config
 from megatron_xorl.errors import AdapterError
+from megatron_xorl.fp8.linear import FORWARD
 
 
 def inventory(model: str = "tiny", **adapter: object) -> Inventory:
@@ -64,7 +65,9 @@ def test_sharing_shows_in_the_leading_axis_alone() -> None:
 def document(**adapter: object) -> dict[str, object]:
     config = AdapterConfig(**({"rank": 4, "alpha": 8} | adapter))
     factors = build_inventory(load_glm_config("tiny"), config).trainable
-    return adapter_document(config, factors, base_model="base", base_fingerprint="f" * 64)
+    return adapter_document(
+        config, factors, base_model="base", base_fingerprint="f" * 64, forward=FORWARD
+    )
 
 
 def test_the_config_beside_the_weights_says_what_a_server_needs() -> None:
@@ -110,5 +113,5 @@ def test_the_hash_of_an_inventory_sees_names_shapes_and_order() -> None:
 def test_nothing_trained_is_nothing_to_write() -> None:
     with pytest.raises(AdapterError, match="no factor trained"):
         adapter_document(
-            AdapterConfig(rank=4, alpha=8), (), base_model="base", base_fingerprint="f"
+            AdapterConfig(rank=4, alpha=8), (), base_model="base", base_fingerprint="f", forward={}
         )

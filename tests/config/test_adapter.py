@@ -194,6 +194,7 @@ def test_a_file_is_read_and_named_in_messages(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [("rank", 10**30), ("rank", "1e300"), ("alpha", 10**400), ("alpha", -(10**5000))],
+    ids=["rank", "written as a float", "alpha", "thousands of digits"],
 )
 def test_a_number_that_nothing_can_hold_is_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{key}: found a number of|{key}: found 1"):

@@ -184,6 +184,7 @@ def test_the_number_of_mtp_layers_may_be_absent(value: Any, count: int) -> None:
         ("pad_token_id", 10**5000),
         ("norm_topk_prob", "yes"),
     ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )
 def test_what_is_not_implemented_is_refused_by_name(key: str, value: Any) -> None:
     assert key in refused(tiny(**{key: value}))

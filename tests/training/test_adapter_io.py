@@ -243,11 +243,12 @@ def _drop(directory: Path) -> None:
     save_file(tensors, directory / WEIGHTS)
 
 
-def _add(directory: Path) -> None:
-    tensors = load_file(directory / WEIGHTS)
-    save_file(
-        tensors | {"base_model.model.extra.lora_A.weight": torch.zeros(1)}, directory / WEIGHTS
-    )
+def _add(target: str) -> Callable[[Path], None]:
+    def add(directory: Path) -> None:
+        key = f"base_model.model.{target}.lora_A.weight"
+        save_file(load_file(directory / WEIGHTS) | {key: torch.zeros(1)}, directory / WEIGHTS)
+
+    return add
 
 
 def _reshape(directory: Path) -> None:
@@ -273,7 +274,12 @@ def _config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
     ("missing key", _drop, "1 factors missing (first base_model.model.lm_head.lora_B.weight)"),
-    ("extra key", _add, "1 extra (first base_model.model.extra.lora_A.weight)"),
+    (
+        "extra key",
+        _add("model.layers.9.mlp.up_proj"),
+        "1 extra (first base_model.model.model.layers.9.mlp.up_proj.lora_A.weight)",
+    ),
+    ("foreign key", _add("extra"), "base_model.model.extra.lora_A.weight, which is no LoRA factor"),
     ("other shape", _reshape, "lm_head.lora_B.weight is [320, 5], the model needs [320, 3]"),
     ("truncated", _truncate, "adapter_model.safetensors cannot be read"),
     ("no weights", lambda d: (d / WEIGHTS).unlink(), "adapter_model.safetensors"),

@@ -165,6 +165,9 @@ def test_end_and_pad_ids_are_those_of_the_config(tokenizer, tiny_dir):
             "message 1 has role 'wizard', expected one of system, user",
         ),
         ([{"content": "x"}], "message 1 has role None"),
+        ([{"role": ["user"], "content": "x"}], r"message 1 has role \['user'\], expected one of"),
+        ([{"role": {}, "content": "x"}], r"message 1 has role {}, expected one of"),
+        ([{"role": 1, "content": "x"}], "message 1 has role 1, expected one of"),
         ([USER, {"role": "assistant"}], "message 2: content is None, expected a string"),
         ([USER, {"role": "assistant", "content": [{"type": "text"}]}], "message 2: content is"),
         (

@@ -33,20 +33,25 @@ def test_the_last_assistant_turn_is_asked_for_and_what_precedes_it_is_given(tmp_
     assert asked == [(["a?"], "b"), (["c?", "d", "e?"], "f"), (["g?"], "h")]
 
 
+def complaint(path: Path) -> str:
+    from megatron_xorl.errors import DataError
+
+    with pytest.raises(DataError) as caught:
+        pairs_of(path)
+    return str(caught.value)
+
+
 def test_lines_are_those_that_training_reads_and_a_fault_is_named_with_its_line(
     tmp_path: Path,
 ) -> None:
-    from megatron_xorl.errors import DataError
-    from megatron_xorl.training.recall import read_pairs
-
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(chat("a\u2028?", "b\x85"), ensure_ascii=False), encoding="utf-8-sig")
-    ((messages, expected),) = read_pairs(path)
+    (((messages, expected),),) = run_world(pairs_of, 1, path, process_group=False)
     assert (messages[0]["content"], expected) == ("a\u2028?", "b\x85")
     reversed_roles = {"messages": chat("q", "a")["messages"][::-1]}
     path.write_text(f"{json.dumps(chat('q', 'a'))}\n{json.dumps(reversed_roles)}")
-    with pytest.raises(DataError, match=r"data\.jsonl line 2 begins with an assistant turn"):
-        read_pairs(path)
+    (message,) = run_world(complaint, 1, path, process_group=False)
+    assert message.startswith(f"{path} line 2 begins with an assistant turn")
 
 
 def judge(model: Path, data: Path, replies: list[str]) -> dict[str, Any]:

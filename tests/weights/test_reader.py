@@ -145,9 +145,9 @@ def test_another_entry_that_names_no_module_is_a_warning(copy, caplog):
 def test_a_list_of_unconverted_modules_that_is_none_is_refused_by_name(copy, listed):
     config = load_glm_config(copy)
     list_unconverted(copy, listed)
-    with pytest.raises(WeightsError, match="quantization_config.modules_to_not_convert"):
+    with pytest.raises(WeightsError, match=r"quantization_config\.modules_to_not_convert"):
         HfCheckpoint(copy).validate(config)
-    with pytest.raises(ConfigError, match="quantization_config.modules_to_not_convert"):
+    with pytest.raises(ConfigError, match=r"quantization_config\.modules_to_not_convert"):
         load_glm_config(copy)
 
 

@@ -1,0 +1,52 @@
+"""Which checkpoint is the latest: what is none, what is one, and every pointer that is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_xorl.errors import CheckpointError
+from megatron_xorl.training.resume import latest_iteration
+
+
+def checkpoint(root: Path, name: str) -> None:
+    (root / name).mkdir()
+    (root / name / "manifest.json").write_text("{}")
+
+
+def test_nothing_saved_is_none_and_unfinished_saves_do_not_count(tmp_path: Path) -> None:
+    assert latest_iteration(tmp_path / "none") is None
+    checkpoint(tmp_path, "iter_0000003.partial")
+    checkpoint(tmp_path, "iter_0000003.replaced")
+    assert latest_iteration(tmp_path) is None
+
+
+def test_the_pointer_or_the_only_checkpoint_is_the_latest(tmp_path: Path) -> None:
+    checkpoint(tmp_path, "iter_0000003")
+    assert latest_iteration(tmp_path) == 3
+    (tmp_path / "latest").write_text("000000000000040\n")
+    assert latest_iteration(tmp_path) == 40
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda root: checkpoint(root, "iter_foo"), "its name ends in 'foo'; expected iter_"),
+        (lambda root: checkpoint(root, "iter_1.5"), r"its name ends in '1\.5'"),
+        (lambda root: checkpoint(root, "iter_"), "its name ends in ''"),
+        (lambda root: (root / "latest").write_text("1" * 5000), "holds '1{40}'; expected one"),
+        (lambda root: (root / "latest").write_text("1" * 300), "holds '1{40}'; expected one"),
+        (lambda root: (root / "latest").write_text(""), "holds ''; expected one"),
+        (lambda root: (root / "latest").mkdir(), "latest cannot be read"),
+        (lambda root: (root / "latest").symlink_to("gone"), "latest cannot be read"),
+    ],
+    ids=["foo", "1.5", "nothing", "5000 digits", "300 digits", "empty", "a folder", "a lost link"],
+)
+def test_a_damaged_pointer_is_never_taken_for_no_checkpoint(
+    damage: Callable[[Path], None], complaint: str, tmp_path: Path
+) -> None:
+    damage(tmp_path)
+    with pytest.raises(CheckpointError, match=complaint):
+        latest_iteration(tmp_path)
