@@ -26,7 +26,7 @@ _EXPORTS: dict[str, str] = {
     "export_adapter": "training.adapter_io",
     "export_checkpoint": "training.checkpoint_export",
     "forward_logits": "training.model",
-    "generate": "training.model",
+    "generate": "training.generation",
     "initialize": "parallel.groups",
     "load_adapter": "training.adapter_io",
     "load_adapter_config": "config.adapter",

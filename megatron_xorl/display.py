@@ -22,6 +22,7 @@ __all__ = [
     "print_adapter",
     "print_checkpoint",
     "print_doctor",
+    "print_layout",
     "print_recall",
     "print_targets",
     "table",
@@ -46,7 +47,9 @@ def table(title: str, *columns: str) -> Table:
 def print_checkpoint(name: str, glm: GlmConfig, report: Mapping[str, Any]) -> None:
     """Print what ``plan.checkpoint_bytes`` says of the checkpoint ``name``."""
     parameters, size = report["parameters"], report["bytes"]
-    rows = table(f"{name}: {report['hf_tensors']:,} tensors", "region", "parameters", "bytes")
+    scales = f" and {report['scale_tensors']:,} block scales" if report["scale_tensors"] else ""
+    title = f"{name}: {report['hf_tensors']:,} tensors{scales}"
+    rows = table(title, "region", "parameters", "bytes")
     for region, count in parameters["by_region"].items():
         rows.add_row(region, f"{count:,}", f"{size['by_region'][region]:,}")
     rows.add_section()
@@ -62,6 +65,61 @@ def print_checkpoint(name: str, glm: GlmConfig, report: Mapping[str, Any]) -> No
     out.print(
         f"indexer: {len(full)} full, {len(shared)} shared; full at {', '.join(map(str, full))}"
     )
+    if (mtp := report.get("mtp")) and mtp["layers"]:
+        layers = f"layer{'s' if mtp['layers'][1:] else ''} {', '.join(map(str, mtp['layers']))}"
+        out.print(
+            f"MTP {layers}: {mtp['tensors']} tensors, carried through conversion, not built for training"
+        )
+
+
+def print_layout(report: Mapping[str, Any]) -> None:
+    """Print the layout part of ``inspect``: the pipeline cut, what each rank holds by region, and whether it was built so."""
+    out = console()
+    sizes = ", ".join(f"{name} {size}" for name, size in report["layout"].items())
+    out.print(f"layout: {sizes}")
+    pipeline = report["pipeline"]
+    if len(pipeline["starts"]) > 1:
+        out.print(
+            f"pipeline: stages begin on layers {', '.join(map(str, pipeline['starts']))}; "
+            f"layers a stage: {', '.join(map(str, pipeline['layers']))}",
+            soft_wrap=True,
+        )
+        out.print(
+            f"--pipeline-model-parallel-layout '{pipeline['layout']}'", markup=False, soft_wrap=True
+        )
+    for entry in report["per_rank"]:
+        out.print(_rank_table(entry))
+    if "build" in report:
+        built = report["build"]
+        verdict = "equal" if built["equal"] else "DIFFERENT"
+        out.print(
+            f"built on meta in {built['seconds']:.1f} s (imports {built['import_seconds']:.1f} s, "
+            f"peak {built['peak_bytes'] / 2**30:.1f} GiB): modules and arithmetic are {verdict}"
+        )
+
+
+def _rank_table(entry: Mapping[str, Any]) -> Table:
+    """Return what one rank holds, by arithmetic; a column more where it was built too."""
+    layers, experts = entry["layers"], entry["experts"]
+    title = (
+        f"rank {entry['rank']}: stage {entry['stage']}, layers {layers[0]}-{layers[-1]}, "
+        f"experts {experts[0]}-{experts[-1]}; {entry['ranks_alike']} ranks of the stage hold as much"
+    )
+    forms = ("fp8_codes", "fp8_scales", "bf16", "fp32")
+    built = entry.get("built")
+    columns = ("region", "parameters", *(f"{form} bytes" for form in forms))
+    rows = table(title, *columns, *(("built",) if built else ()))
+    for region, sizes in entry["bytes"]["by_region"].items():
+        cells = [entry["parameters"]["by_region"][region], *(sizes[form] for form in forms)]
+        if built:
+            cells.append(built["parameters"]["by_region"].get(region, 0))
+        rows.add_row(region, *(f"{cell:,}" for cell in cells))
+    rows.add_section()
+    total = [entry["parameters"]["total"], *(entry["bytes"][form] for form in forms)]
+    if built:
+        total.append(built["parameters"]["total"])
+    rows.add_row("total", *(f"{cell:,}" for cell in total))
+    return rows
 
 
 def print_targets(name: str, inventory: Inventory, cost: Mapping[str, AdapterBytes]) -> None:

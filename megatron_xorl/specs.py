@@ -72,15 +72,23 @@ def transformer_config(
 ) -> MLATransformerConfig:
     """Megatron's transformer config for ``glm`` under the process groups that are initialised.
 
+    With more than one pipeline stage the layers are cut as ``config.stages`` proposes, unless ``overrides`` decide it. Where
+    meta is torch's default device (``with torch.device("meta")``) the model is built on it.
+
     Args:
         glm: the model.
         dtype: ``torch.float32`` or ``torch.bfloat16``.
         overrides: further ``MLATransformerConfig`` fields.
+
+    Raises:
+        LayoutError: there are more pipeline stages than layers that one can begin on.
     """
     import torch
     import torch.nn.functional as F
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from megatron_xorl.parallel.pipeline import proposed_layout
 
     tp = parallel_state.get_tensor_model_parallel_world_size()
     fields = model_fields(glm) | {
@@ -104,7 +112,14 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
     }
-    return MLATransformerConfig(**(fields | overrides))
+    if torch.get_default_device().type == "meta":
+        # "CPU initialization" is Megatron's way of allocating without naming a device, so on the default one.
+        fields |= {"init_model_with_meta_device": True, "use_cpu_initialization": True}
+        fields["perform_initialization"] = False
+    fields |= overrides
+    if (layout := proposed_layout(glm, fields)) is not None:
+        fields["pipeline_model_parallel_layout"] = layout
+    return MLATransformerConfig(**fields)
 
 
 def block_spec(
@@ -118,7 +133,8 @@ def block_spec(
         vp_stage: virtual pipeline stage.
 
     Raises:
-        LayoutError: the pipeline is cut between a full-indexer layer and the layers that share its selection.
+        LayoutError: the pipeline is cut, here or between other stages, between a full-indexer layer and the layers that share
+            its selection; every rank says so, since a rank that went on would wait for those that did not.
     """
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
@@ -126,20 +142,14 @@ def block_spec(
     )
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megatron_xorl.errors import LayoutError
     from megatron_xorl.layers.norms import RMSNorm
     from megatron_xorl.layers.provider import FrozenSpecProvider
+    from megatron_xorl.parallel.pipeline import check_pipeline_cut
 
     provider = FrozenSpecProvider(glm)
+    check_pipeline_cut(glm, config)
     first = get_transformer_layer_offset(config, vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    if layers and glm.indexer_types[first] != "full":
-        legal = ", ".join(map(str, glm.full_indexer_layers))
-        raise LayoutError(
-            f"a pipeline stage begins at layer {first}, which shares the selection of layer "
-            f"{glm.indexer_source(first)} on another stage (cut between layers {first - 1} and {first}); "
-            f"a stage must begin at one of layers {legal}"
-        )
     return TransformerBlockSubmodules(
         layer_specs=[_layer_spec(provider, dense=glm.is_dense(layer)) for layer in layers],
         layer_norm=RMSNorm,

@@ -3,16 +3,24 @@
 transformers cannot dequantise ragged block grids itself (it infers the block from the grid), so the
 weights are dequantised here by plain indexing, written independently of ``megatron_xorl.fp8``, and
 loaded strictly: nothing missing, nothing left over.
+
+transformers computes norms, softmax, index scores and routes in fp32 whatever the dtype of its weights, so a model
+cast to fp64 still rounds as fp32. :class:`InFp64` widens every such cast while transformers' own code is built and
+run: what fp32 implementations, transformers' included, are to be judged by.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 def hf_tensors_fp32(directory: Path, *, apply_scales: bool = True) -> dict[str, Tensor]:
@@ -45,24 +53,70 @@ def raw_config(directory: Path) -> dict[str, object]:
     return raw | {"dtype": "float32"}
 
 
-def hf_oracle(directory: Path, *, apply_scales: bool = True) -> torch.nn.Module:
-    """Build GlmMoeDsaForCausalLM from config.json, fp32, eval mode, eager attention, with the dequantised weights."""
+def hf_oracle(directory: Path, *, apply_scales: bool = True, wide: bool = False) -> torch.nn.Module:
+    """Build GlmMoeDsaForCausalLM from config.json, fp32, eval mode, eager attention, with the dequantised weights.
+
+    ``wide`` builds and runs it in fp64 throughout, rope frequencies included.
+    """
     from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 
     raw = raw_config(directory)
     config = GlmMoeDsaConfig(**raw)
     config._attn_implementation = "eager"
-    model = GlmMoeDsaForCausalLM(config).float().eval()
+    if wide:
+        config._experts_implementation = "eager"  # the grouped product has no fp64
+    with InFp64() if wide else nullcontext():
+        model = GlmMoeDsaForCausalLM(config).float().eval()
     tensors = hf_tensors_fp32(directory, apply_scales=apply_scales)
     layers, experts = config.num_hidden_layers, config.n_routed_experts
     mtp = tuple(
         f"model.layers.{layer}."
-        for layer in range(layers, layers + raw.get("num_nextn_predict_layers", 0))
+        for layer in range(layers, layers + (raw.get("num_nextn_predict_layers") or 0))
     )
     state = {name: value for name, value in tensors.items() if not (mtp and name.startswith(mtp))}
-    for layer in range(raw["first_k_dense_replace"], layers):
-        _fuse_experts(state, f"model.layers.{layer}.mlp.experts", experts)
+    for layer, kind in enumerate(config.mlp_layer_types):
+        if kind == "sparse":
+            _fuse_experts(state, f"model.layers.{layer}.mlp.experts", experts)
     model.load_state_dict(state, strict=True)
+    if wide:
+        model.forward = _under_fp64(model.forward)
+    return model
+
+
+def _under_fp64(forward: Any) -> Any:
+    def wide(*given: Any, **named: Any) -> Any:
+        with InFp64():
+            return forward(*given, **named)
+
+    return wide
+
+
+class InFp64(TorchFunctionMode):
+    """Within it, what asks for fp32 gets fp64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Widen ``.float()`` and every fp32 dtype argument."""
+        del types
+        if func is Tensor.float:
+            return args[0].double()
+        widened = [torch.float64 if item is torch.float32 else item for item in args]
+        named = {
+            key: torch.float64 if item is torch.float32 else item
+            for key, item in (kwargs or {}).items()
+        }
+        return func(*widened, **named)
+
+
+def hf_oracle_bf16(oracle: torch.nn.Module) -> torch.nn.Module:
+    """Copy an fp32 oracle to bf16 as ``from_pretrained`` would load it: buffers (rope frequencies, router bias) stay fp32."""
+    model = copy.deepcopy(oracle)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.bfloat16()
+    for name, buffer in kept.items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, buffer)
     return model
 
 

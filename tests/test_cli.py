@@ -97,9 +97,12 @@ def test_inspect_gives_the_promised_keys(capsys: pytest.CaptureFixture[str]) -> 
     report = document(capsys, "inspect", "glm-5.2")
     assert report["indexer"]["full"] == [0, 1, *range(2, 78, 4)]
     assert len(report["indexer"]["shared"]) == 57
-    # 59,585 tensors of the public BF16 checkpoint, and a scale beside each of the quantised ones.
-    assert document(capsys, "inspect", "glm-5.1")["hf_tensors"] == 59585 + 57 * 5
-    assert report["hf_tensors"] > 2 * 59000
+    # The public BF16 checkpoint has 59,585 tensors; the FP8 one has a scale beside each of the quantised ones.
+    assert (report["hf_tensors"], report["scale_tensors"]) == (59585, 59044)
+    indexer_everywhere = document(capsys, "inspect", "glm-5.1")
+    assert indexer_everywhere["hf_tensors"] == 59585 + 57 * 5
+    assert indexer_everywhere["scale_tensors"] == 0
+    assert report["mtp"] == {"layers": [78], "tensors": 791, "trained": False}
     for key in ("parameters", "bytes"):
         assert report[key]["total"] == sum(report[key]["by_region"].values())
 

@@ -184,6 +184,13 @@ def layout(**sizes: int) -> None:
     check_layout(load_glm_config("tiny"), ParallelLayout(**sizes))
 
 
+def stages(*starts: int) -> None:
+    from megatron_xorl.config.model import load_glm_config
+    from megatron_xorl.config.stages import check_stage_starts
+
+    check_stage_starts(load_glm_config("glm-5.2"), starts)
+
+
 def weights() -> None:
     from megatron_xorl.config.model import load_glm_config
     from megatron_xorl.weights.reader import HfCheckpoint
@@ -246,6 +253,7 @@ FAULTS: list[tuple[str, Callable[[], None]]] = [
     ("FormatError", quantise),
     ("LayoutError", lambda: layout(tp=8, world=8)),
     ("LayoutError", lambda: layout(ep=2, world=3)),
+    ("LayoutError", lambda: stages(0, 7)),
     ("DataError", no_answer),
     ("DataError", long_question),
     ("CheckpointError", checkpoint),

@@ -79,8 +79,8 @@ def test_a_dense_layer_is_as_wide_as_the_config_says_and_sparse_layers_have_rout
     assert owners == [True, True, False, False]
 
 
-def _stage(indexer_types: list[str], virtual: int | None = None) -> list[bool] | str:
-    """Whether each layer of this pipeline rank's spec is dense, or the refusal."""
+def _stages(cases: list[tuple[str, dict[str, Any]]]) -> list[Any]:
+    """For each case of (letters F and S, config fields): whether each layer of this rank's spec is dense, or the refusal."""
     from megatron.core import parallel_state
 
     from megatron_xorl.parallel.cpu import use_cpu
@@ -90,49 +90,103 @@ def _stage(indexer_types: list[str], virtual: int | None = None) -> list[bool] |
     initialize(pp=2)
     from megatron_xorl.specs import block_spec, transformer_config
 
-    tiny = load_glm_config("tiny")
-    glm = dataclasses.replace(
-        tiny, indexer_types=tuple(indexer_types), num_hidden_layers=len(indexer_types)
-    )
-    stages = {"virtual_pipeline_model_parallel_size": virtual} if virtual else {}
-    config = transformer_config(glm, dtype=torch.float32, **stages)
-    try:
-        specs = block_spec(glm, config, vp_stage=None if virtual is None else virtual - 1)
-    except LayoutError as refused:
-        return str(refused)
-    assert parallel_state.get_pipeline_model_parallel_world_size() == 2
-    return [_is_dense(spec) for spec in specs.layer_specs]
+    told: list[Any] = []
+    for letters, fields in cases:
+        types = tuple({"F": "full", "S": "shared"}[letter] for letter in letters)
+        glm = dataclasses.replace(
+            load_glm_config("tiny"), indexer_types=types, num_hidden_layers=len(types)
+        )
+        virtual = fields.get("virtual_pipeline_model_parallel_size")
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
+        try:
+            config = transformer_config(glm, dtype=torch.float32, **fields)
+            specs = block_spec(glm, config, vp_stage=None if virtual is None else virtual - 1)
+        except LayoutError as refused:
+            told.append(str(refused))
+        else:
+            told.append([_is_dense(spec) for spec in specs.layer_specs])
+    return told
 
 
 def _is_dense(spec: Any) -> bool:
     return "ffn_hidden_size" in spec.submodules.mlp.keywords
 
 
-@pytest.mark.dist
-def test_each_pipeline_stage_gets_the_specs_of_its_own_layers() -> None:
-    assert run_world(_stage, 2, ["full", "full", "full", "shared"]) == [
-        [True, False],
-        [False, False],
-    ]
+EVEN = {"pipeline_model_parallel_layout": "Et*2|t*2L"}
+REFUSED = (
+    "the pipeline is cut between layers 1 and 2: layer 2 uses the selection of layer 1",
+    "nearest legal cuts: between 0 and 1",
+    "a legal layout of 2 stages: Et|t*3L",
+)
+# (schedule, config fields, layers of each stage or what both ranks say)
+CUTS: list[tuple[str, dict[str, Any], Any]] = [
+    ("FFFS", {}, ([True, False], [False, False])),
+    # Nothing said: Megatron's even cut would be illegal, so another one is made.
+    ("FFSS", {}, ([True], [False] * 3)),
+    ("FFSSFSS", {}, ([True, False, False, False], [False] * 3)),
+    ("FFSS", EVEN, REFUSED),
+    ("FFFF", EVEN, ([True, False], [False, False])),
+    ("FFFF", {"pipeline_model_parallel_layout": "Et*3|tL"}, ([True, False, False], [False])),
+    ("FFSS", {"pipeline_model_parallel_layout": [["embedding", *["decoder"] * 2], ["decoder", "decoder", "loss"]]}, REFUSED),
+    ("FFSS", {"num_layers_in_first_pipeline_stage": 2}, REFUSED),
+    ("FFSS", {"num_layers_in_first_pipeline_stage": 1}, ([True], [False] * 3)),
+    # Two ranks with two virtual stages each; the specs are those of the last virtual stage.
+    ("FFFFS", {"virtual_pipeline_model_parallel_size": 2}, ([False], [False, False])),
+    ("FFFS", {"virtual_pipeline_model_parallel_size": 2}, ("pp 2 with 2 virtual stages each", "3 such layers")),
+    (
+        "FFFFS",
+        {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|t|t*2|tL"},
+        ("between layers 3 and 4: layer 4 uses the selection of layer 3", "of 4 stages: Et|t|t|t*2L"),
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.dist
-def test_a_pipeline_cut_between_a_full_layer_and_its_sharers_is_refused_with_the_layers_named() -> (
-    None
-):
-    first, second = run_world(_stage, 2, ["full", "full", "shared", "shared"])
-    assert first == [True, False]
-    assert isinstance(second, str)
-    for part in ("begins at layer 2", "selection of layer 1", "between layers 1 and 2", "0, 1"):
-        assert part in second, second
+def test_each_stage_gets_its_own_layers_and_an_illegal_cut_is_refused_by_every_rank() -> None:
+    ranks = run_world(_stages, 2, [(letters, fields) for letters, fields, _ in CUTS])
+    for (letters, fields, expected), *found in zip(CUTS, *ranks, strict=True):
+        if isinstance(expected[0], list):
+            assert found == list(expected), (letters, fields)
+            continue
+        for said in found:
+            for words in expected:
+                assert words in said, (letters, fields, said)
 
 
-@pytest.mark.dist
-def test_a_virtual_stage_is_judged_by_its_own_first_layer() -> None:
-    # Two ranks with two virtual stages of one layer: virtual stage 1 of rank 0 begins at layer 2, of rank 1 at layer 3.
-    first, second = run_world(_stage, 2, ["full", "full", "full", "shared"], 2)
-    assert first == [False]
-    assert isinstance(second, str) and "begins at layer 3" in second
+@pytest.mark.parametrize(("pp", "vpp"), [*((pp, 1) for pp in range(2, 22)), (2, 2), (3, 4), (7, 3)])
+def test_megatrons_parser_reads_the_proposed_layout_of_78_layers_as_it_was_meant(
+    pp: int, vpp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_one_process()
+    from megatron.core import parallel_state
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    from megatron_xorl.config.stages import megatron_layout, megatron_layout_lists, pipeline_stages
+
+    virtual = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
+    monkeypatch.setattr(parallel_state, virtual, vpp if vpp > 1 else None)
+    stages = pipeline_stages(load_glm_config("glm-5.2"), pp, vpp)
+    for layout in (megatron_layout(stages), megatron_layout_lists(stages)):
+        parsed = PipelineParallelLayerLayout(layout, pp)
+        # No MTP layer is in it, and none is asked for.
+        parsed.validate_layer_layout(num_layers=78, mtp_num_layers=None)
+        for index, stage in enumerate(stages):
+            where = {"vp_stage": index // pp, "pp_rank": index % pp}
+            assert parsed.get_layer_id_list(**where) == list(stage)
+            assert parsed.get_layer_offset(**where) == stage.start
+            assert parsed.get_num_layers_to_build(**where) == len(stage)
+
+
+def test_a_layout_that_is_not_megatrons_or_another_models_is_refused_with_the_one_to_use() -> None:
+    use_one_process()
+    from megatron_xorl.parallel.pipeline import check_pipeline_layout
+
+    tiny = load_glm_config("tiny")
+    check_pipeline_layout(tiny, "Et|t*3L", 2)
+    check_pipeline_layout(tiny, "Et|(t)*3L", 2)
+    for layout in ("Et*2|tL", "Et|t*3mL", "t|t*3", "E|x", "Et|t|t|tL|", "Et*4L"):
+        with pytest.raises(LayoutError, match=r"cannot be used for 4 layers on pp 2: .*Et\|t\*3L"):
+            check_pipeline_layout(tiny, layout, 2)
 
 
 def test_the_provider_refuses_a_separate_core_attention() -> None:

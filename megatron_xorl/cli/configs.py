@@ -5,12 +5,13 @@ megatron-xorl targets glm-5.2 --scope routed_experts
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_xorl.cli.root import JsonOption, app, print_json
+from megatron_xorl.cli.root import JsonOption, app, print_json, stdout_to_stderr
 from megatron_xorl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,23 +30,53 @@ ConfigArgument = Annotated[
 
 
 @app.command()
-def inspect(config: ConfigArgument, as_json: JsonOption = False) -> None:
-    """Show what a checkpoint of CONFIG holds: tensors, parameters and bytes by region, indexer layers."""
+def inspect(
+    config: ConfigArgument,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
+    etp: Annotated[int, typer.Option(help="Expert tensor parallel size.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context parallel size.")] = 1,
+    world: Annotated[
+        int | None, typer.Option(help="Processes (default: the fewest the sizes need).")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="Show this process (default: one of every stage).")
+    ] = None,
+    build: Annotated[
+        bool, typer.Option("--build", help="Build the real modules on meta tensors and compare.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what a checkpoint of CONFIG holds, and what each rank of a layout holds of it; exit 1 if --build finds otherwise."""
+    from megatron_xorl.cli.inspection import add_built, layout_for, layout_report, mtp_report
     from megatron_xorl.config.model import load_glm_config
-    from megatron_xorl.display import print_checkpoint
+    from megatron_xorl.display import print_checkpoint, print_layout
     from megatron_xorl.plan.checkpoint_bytes import checkpoint_bytes
     from megatron_xorl.weights.names import hf_tensors
 
     glm = load_glm_config(config)
+    layout = layout_for(glm, tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, world=world)
     report = checkpoint_bytes(hf_tensors(glm))
     report["indexer"] = {
         "full": list(glm.full_indexer_layers),
         "shared": list(glm.shared_indexer_layers),
     }
+    report["mtp"] = mtp_report(glm)
+    report |= layout_report(glm, layout, rank)
+    faults: tuple[str, ...] = ()
+    if build:
+        with stdout_to_stderr():
+            faults = add_built(glm, layout, report)
     if as_json:
         print_json(report)
     else:
         print_checkpoint(config, glm, report)
+        print_layout(report)
+    for fault in faults:
+        print(f"megatron-xorl: {fault}", file=sys.stderr)
+    if faults:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_xorl.errors import ConfigError
 
-__all__ = ["DEFAULT_OFFSET", "indexer_schedule"]
+__all__ = ["DEFAULT_OFFSET", "indexer_schedule", "shown"]
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def indexer_schedule(raw: Mapping[str, Any], layers: int, source: str) -> tuple[
         return _validated(derived[1], layers, source, derived[0])
     if not isinstance(written, list | tuple):
         raise ConfigError(
-            f"{source}: indexer_types is {written!r}, expected a list of {layers} words, full or shared"
+            f"{source}: indexer_types is {shown(written)}, expected a list of {layers} words, full or shared"
         )
     types = _validated(tuple(written), layers, source, "indexer_types")
     if _says_anything(raw) and types != derived[1]:
@@ -54,9 +54,11 @@ def _derived(raw: Mapping[str, Any], layers: int, source: str) -> tuple[str, tup
     if pattern is not None:
         if not isinstance(pattern, str | list | tuple):
             raise ConfigError(
-                f"{source}: index_topk_pattern is {pattern!r}, expected a string of {layers} letters F or S"
+                f"{source}: index_topk_pattern is {shown(pattern)}, expected a string of {layers} letters F or S"
             )
-        return "index_topk_pattern", tuple(_LETTERS.get(item, item) for item in pattern)
+        return "index_topk_pattern", tuple(
+            _LETTERS.get(item, item) if isinstance(item, str) else item for item in pattern
+        )
     freq = _count(raw, "index_topk_freq", 1, source, least=1)
     offset = _count(raw, "index_skip_topk_offset", DEFAULT_OFFSET, source, least=0)
     types = tuple(
@@ -71,7 +73,7 @@ def _count(raw: Mapping[str, Any], key: str, default: int, source: str, least: i
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(
-            f"{source}: {key} is {value!r}, expected a whole number of at least {least}"
+            f"{source}: {key} is {shown(value)}, expected a whole number of at least {least}"
         )
     return value
 
@@ -84,10 +86,18 @@ def _validated(types: tuple[Any, ...], layers: int, source: str, key: str) -> tu
     for layer, word in enumerate(types):
         if word not in ("full", "shared"):
             raise ConfigError(
-                f"{source}: {key} says {word!r} for layer {layer}, expected full or shared (F or S in a pattern)"
+                f"{source}: {key} says {shown(word)} for layer {layer}, expected full or shared (F or S in a pattern)"
             )
     if types[0] != "full":
         raise ConfigError(
             f"{source}: {key} makes layer 0 shared, but no earlier layer has indices; it must be full"
         )
     return types
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: long ones cut, and numbers that Python will not print named by their size."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

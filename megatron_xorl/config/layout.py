@@ -3,25 +3,27 @@
 The one idea: a layout is legal or it is refused with the reason and the nearest legal values,
 before any process starts. Names are Megatron's: tp (tensor), pp (pipeline), ep (expert), etp
 (expert tensor), cp (context). Refused: sizes that do not divide the world, the experts or the
-heads; a tensor cut inside a block of the FP8 scale grid; a pipeline stage that would begin on a
-layer that reuses the indices of the stage before it.
+heads; a tensor cut inside a block of the FP8 scale grid; more pipeline stages than ``stages.py``
+beside this file can cut; context parallelism.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_xorl.config.model import GlmConfig
+from megatron_xorl.config.stages import nearest_legal, pipeline_problem
 from megatron_xorl.errors import LayoutError
 
 __all__ = [
     "ParallelLayout",
+    "RankCoordinates",
     "check_layout",
-    "check_stage_starts",
     "layout_problems",
-    "pipeline_stages",
+    "rank_coordinates",
+    "smallest_world",
 ]
 
 
@@ -45,6 +47,41 @@ class ParallelLayout:
     def edp(self) -> int:
         """Data-parallel size of the experts."""
         return self.world // (self.etp * self.ep * self.pp)
+
+
+@dataclass(frozen=True, slots=True)
+class RankCoordinates:
+    """Position of one process in every group: ``tp, cp, dp, pp`` for all but the experts, ``etp, ep, edp, pp`` for them."""
+
+    rank: int
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+
+
+def smallest_world(*, tp: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, cp: int = 1) -> int:
+    """Return the fewest processes that both the dense and the expert groups divide."""
+    return math.lcm(tp * pp * cp, etp * ep * pp)
+
+
+def rank_coordinates(layout: ParallelLayout, rank: int) -> RankCoordinates:
+    """Return where ``rank`` stands in Megatron's order ``tp-cp-ep-dp-pp``: tp (for experts etp) varies fastest, pp slowest.
+
+    Raises:
+        LayoutError: there is no such rank.
+    """
+    if not 0 <= rank < layout.world:
+        raise LayoutError(f"rank {rank} does not exist; expected 0 to {layout.world - 1}")
+    rest, tp = divmod(rank, layout.tp)
+    rest, cp = divmod(rest, layout.cp)
+    pp, dp = divmod(rest, layout.dp)
+    rest, etp = divmod(rank, layout.etp)
+    rest, ep = divmod(rest, layout.ep)
+    return RankCoordinates(rank, tp, cp, dp, pp, etp, ep, rest % layout.edp)
 
 
 def check_layout(config: GlmConfig, layout: ParallelLayout) -> None:
@@ -76,7 +113,8 @@ def layout_problems(config: GlmConfig, layout: ParallelLayout) -> tuple[str, ...
             _experts(config, layout.ep),
             _tensor(config, layout.tp),
             _expert_tensor(config, layout.etp),
-            _pipeline(config, layout.pp),
+            pipeline_problem(config, layout.pp),
+            _context(layout.cp),
         )
         if problem
     )
@@ -99,9 +137,12 @@ def _legal(limit: int, problem: Callable[[int], str | None]) -> list[int]:
     return [size for size in range(1, limit + 1) if problem(size) is None]
 
 
-def _nearest_legal(found: int, legal: Iterable[int]) -> str:
-    close = sorted(sorted(legal, key=lambda size: (abs(size - found), size))[:3])
-    return ", ".join(map(str, close))
+def _context(cp: int) -> str | None:
+    return (
+        None
+        if cp == 1
+        else f"cp {cp}: sparse attention supports one context-parallel rank; nearest legal: 1"
+    )
 
 
 def _experts(config: GlmConfig, ep: int) -> str | None:
@@ -110,7 +151,7 @@ def _experts(config: GlmConfig, ep: int) -> str | None:
         return None
     legal = [size for size in range(1, experts + 1) if experts % size == 0]
     return (
-        f"ep {ep} does not divide the {experts} experts; nearest legal: {_nearest_legal(ep, legal)}"
+        f"ep {ep} does not divide the {experts} experts; nearest legal: {nearest_legal(ep, legal)}"
     )
 
 
@@ -119,7 +160,7 @@ def _tensor(config: GlmConfig, tp: int) -> str | None:
     if reason is None:
         return None
     legal = _legal(config.num_attention_heads, lambda size: _tensor_reason(config, size))
-    return f"tp {tp}: {reason}; nearest legal: {_nearest_legal(tp, legal)}"
+    return f"tp {tp}: {reason}; nearest legal: {nearest_legal(tp, legal)}"
 
 
 def _tensor_reason(config: GlmConfig, tp: int) -> str | None:
@@ -152,7 +193,7 @@ def _expert_tensor(config: GlmConfig, etp: int) -> str | None:
     if reason(etp) is None:
         return None
     legal = _legal(config.moe_intermediate_size, reason)
-    return f"etp {etp}: {reason(etp)}; nearest legal: {_nearest_legal(etp, legal)}"
+    return f"etp {etp}: {reason(etp)}; nearest legal: {nearest_legal(etp, legal)}"
 
 
 def _mlp_cuts(
@@ -174,54 +215,3 @@ def _first_off_grid(cuts: Sequence[tuple[str, int, int]], size: int) -> str | No
                 f"FP8 blocks of {block}; a cut must lie on the block grid"
             )
     return None
-
-
-def _pipeline(config: GlmConfig, pp: int) -> str | None:
-    starts = config.full_indexer_layers
-    if pp <= len(starts):
-        return None
-    return (
-        f"pp {pp}: a stage must begin on a layer that owns an indexer, and there are {len(starts)} such layers; "
-        f"nearest legal: {_nearest_legal(pp, range(1, len(starts) + 1))}"
-    )
-
-
-def check_stage_starts(config: GlmConfig, starts: Sequence[int]) -> None:
-    """Return if pipeline stages may begin on the layers ``starts`` (the first is 0, each larger than the one before).
-
-    Raises:
-        LayoutError: naming the layer, the layer whose indices it uses, and the nearest legal starts.
-    """
-    if not starts or starts[0] != 0 or any(b <= a for a, b in itertools.pairwise(starts)):
-        raise LayoutError(
-            f"pipeline stages begin on layers {list(starts)}, expected 0 first and each larger than the one before"
-        )
-    for start in starts:
-        source = config.indexer_source(start)
-        if source != start:
-            raise LayoutError(
-                f"a pipeline stage may not begin on layer {start}: it attends by the indices of layer "
-                f"{source}, on the stage before; nearest legal starts: {_nearest_legal(start, config.full_indexer_layers)}"
-            )
-
-
-def pipeline_stages(config: GlmConfig, pp: int) -> tuple[range, ...]:
-    """Return the layers of each of ``pp`` stages: every stage begins on a full-indexer layer, sizes as even as that allows.
-
-    Raises:
-        LayoutError: there are fewer full-indexer layers than stages.
-    """
-    problem = _pipeline(config, pp)
-    if problem:
-        raise LayoutError(problem)
-    legal, layers = config.full_indexer_layers, config.num_hidden_layers
-    starts = [0]
-    for stage in range(1, pp):
-        left = pp - stage
-        usable = [start for start in legal if start > starts[-1]]
-        usable = usable[: len(usable) - left + 1]  # keep one start for each later stage
-        even = layers * stage / pp
-        starts.append(min(usable, key=lambda start: (abs(start - even), start)))
-    return tuple(
-        range(first, last) for first, last in zip(starts, [*starts[1:], layers], strict=True)
-    )

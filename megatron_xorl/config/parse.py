@@ -4,7 +4,7 @@ The one idea: read the file's own keys, never a default that could be wrong for 
 refuse by name whatever would change the mathematics and is not implemented. Keys that change
 nothing (``architectures``, ``use_cache``, ...) are ignored. Refused: another model type, biases,
 another activation, rope scaling, another router, another quantisation, two values for one fact that
-differ.
+differ (the number of experts excepted: ``n_routed_experts`` is used, with a warning).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_xorl.config.indexer import indexer_schedule
+from megatron_xorl.config.indexer import indexer_schedule, shown
 from megatron_xorl.errors import ConfigError
 
 __all__ = ["MODEL_TYPE", "parse_fields", "unconverted_modules"]
@@ -60,12 +60,17 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "moe_layer_freq": (1,),
     "tie_word_embeddings": (False,),
     "mlp_bias": (False,),
+    "moe_router_dtype": ("float32",),
+    "partial_rotary_factor": (1.0, 1),
 }
+# Of a rope group: what turns positions otherwise than theta alone does, at the value that changes nothing.
+_ROPE_SCALES = ("factor", "attention_factor", "partial_rotary_factor")
 _LAYER_KINDS = (
     "deepseek_sparse_attention",
     "indexed_attention",
 )  # the second is transformers' own name for the first
 _DTYPES = ("bfloat16", "float16", "float32")
+_OTHER_EXPERTS = ("num_experts", "num_local_experts")
 
 
 class _Reader:
@@ -85,9 +90,7 @@ class _Reader:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.fail(
-                f"{key} is {_shown(value)}, expected a whole number of at least {least}"
-            )
+            raise self.fail(f"{key} is {shown(value)}, expected a whole number of at least {least}")
         return _at_most(self, key, value, MOST.get(key, MOST_SIZE))
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -102,7 +105,7 @@ class _Reader:
             or not isinstance(value, int | float)
             or not 0 < value <= sys.float_info.max
         ):
-            raise self.fail(f"{key} is {_shown(value)}, expected a positive number")
+            raise self.fail(f"{key} is {shown(value)}, expected a positive number")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -110,7 +113,7 @@ class _Reader:
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise self.fail(f"{key} is {value!r}, expected true or false")
+            raise self.fail(f"{key} is {shown(value)}, expected true or false")
         return value
 
 
@@ -162,7 +165,7 @@ def _check_supported(reader: _Reader) -> None:
     found = reader.raw.get("model_type")
     if found != MODEL_TYPE:
         raise reader.fail(
-            f"model_type is {found!r}, expected {MODEL_TYPE!r}; only the GLM-5 family is supported"
+            f"model_type is {shown(found)}, expected {MODEL_TYPE!r}; only the GLM-5 family is supported"
         )
     for key, allowed in _FIXED.items():
         value = reader.raw.get(key)
@@ -172,23 +175,23 @@ def _check_supported(reader: _Reader) -> None:
             if value == item and isinstance(value, bool) == isinstance(item, bool)
         ]
         if value is not None and not same_kind:
-            raise reader.fail(f"{key} is {value!r}, but only {allowed[0]!r} is supported")
+            raise reader.fail(f"{key} is {shown(value)}, but only {allowed[0]!r} is supported")
     kinds = reader.raw.get("layer_types")
     if kinds is not None:
         layers = reader.whole("num_hidden_layers") if reader.has("num_hidden_layers") else None
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise reader.fail(
-                f"layer_types must be a list with one entry for each of the {layers} layers"
+                f"layer_types is {shown(kinds)}, expected a list with one entry for each of the {layers} layers"
             )
         for layer, kind in enumerate(kinds):
             if kind not in _LAYER_KINDS:
                 raise reader.fail(
-                    f"layer_types says {kind!r} for layer {layer}, but only {_LAYER_KINDS[0]!r} is supported"
+                    f"layer_types says {shown(kind)} for layer {layer}, but only {_LAYER_KINDS[0]!r} is supported"
                 )
 
 
 def _experts_hint(reader: _Reader, missing: list[str]) -> str:
-    other = [key for key in ("num_experts", "num_local_experts") if reader.has(key)]
+    other = [key for key in _OTHER_EXPERTS if reader.has(key)]
     return (
         f" ({other[0]} is not read: n_routed_experts says how many experts there are)"
         if other and "n_routed_experts" in missing
@@ -206,6 +209,10 @@ def _rope_width(reader: _Reader) -> int:
             )
     elif reader.has("qk_head_dim"):
         width = reader.whole("qk_head_dim") - nope
+        if width <= 0:
+            raise reader.fail(
+                f"qk_head_dim is {nope + width}, expected more than qk_nope_head_dim ({nope}); the rest is rotated"
+            )
     else:
         raise reader.fail(
             "qk_rope_head_dim is missing (head_dim is not the rope width and is not read); add it or qk_head_dim"
@@ -218,19 +225,18 @@ def _rope_width(reader: _Reader) -> int:
 
 
 def _rope_theta(reader: _Reader) -> float:
-    nested = reader.raw.get("rope_parameters") or {}
-    scaling = reader.raw.get("rope_scaling") or {}
-    for key, group in (("rope_parameters", nested), ("rope_scaling", scaling)):
+    groups = {"": reader.raw}
+    for key in ("rope_parameters", "rope_scaling"):
+        group = reader.raw.get(key)
+        if group is None:
+            continue
         if not isinstance(group, Mapping):
-            raise reader.fail(f"{key} is {group!r}, expected a mapping")
-        kind = group.get("rope_type", group.get("type", "default"))
-        if kind != "default":
-            raise reader.fail(
-                f"{key} has rope_type {kind!r}, but only 'default' (no scaling) is supported"
-            )
+            raise reader.fail(f"{key} is {shown(group)}, expected a mapping")
+        _refuse_scaling(reader, key, group)
+        groups[f"{key}."] = group
     found = {
         f"{name}rope_theta": reader.positive(f"{name}rope_theta", group["rope_theta"])
-        for name, group in (("rope_parameters.", nested), ("", reader.raw))
+        for name, group in groups.items()
         if group.get("rope_theta") is not None
     }
     if not found:
@@ -246,6 +252,22 @@ def _rope_theta(reader: _Reader) -> float:
     return next(iter(found.values()))
 
 
+def _refuse_scaling(reader: _Reader, key: str, group: Mapping[str, Any]) -> None:
+    """Refuse yarn, linear and the like, said outright or by a factor without a type."""
+    for word in ("rope_type", "type"):
+        kind = group.get(word)
+        if kind is not None and kind != "default":
+            raise reader.fail(
+                f"{key} has {word} {shown(kind)}, but only 'default' (no scaling) is supported"
+            )
+    for word in _ROPE_SCALES:
+        value = group.get(word)
+        if value is not None and (isinstance(value, bool) or value != 1):
+            raise reader.fail(
+                f"{key}.{word} is {shown(value)}, but only 1 (no scaling) is supported"
+            )
+
+
 def _dense_layers(reader: _Reader, layers: int) -> int:
     kinds = reader.raw.get("mlp_layer_types")
     if kinds is None:
@@ -255,7 +277,7 @@ def _dense_layers(reader: _Reader, layers: int) -> int:
     dense = sum(kind == "dense" for kind in kinds) if isinstance(kinds, list) else 0
     if not isinstance(kinds, list) or kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
         raise reader.fail(
-            f"mlp_layer_types must be {layers} words, 'dense' for the first layers and 'sparse' for the rest"
+            f"mlp_layer_types is {shown(kinds)}, expected {layers} words, 'dense' for the first layers and 'sparse' for the rest"
         )
     if (
         reader.has("first_k_dense_replace")
@@ -269,7 +291,7 @@ def _dense_layers(reader: _Reader, layers: int) -> int:
 
 def _at_most(reader: _Reader, key: str, value: int, most: int) -> int:
     if value > most:
-        raise reader.fail(f"{key} is {_shown(value)}, expected at most {most}")
+        raise reader.fail(f"{key} is {shown(value)}, expected at most {most}")
     return value
 
 
@@ -277,7 +299,7 @@ def _token(reader: _Reader, key: str, value: object, vocab: int) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
-        raise reader.fail(f"{key} is {_shown(value)}, expected a token id from 0 to {vocab - 1}")
+        raise reader.fail(f"{key} is {shown(value)}, expected a token id from 0 to {vocab - 1}")
     return value
 
 
@@ -288,7 +310,7 @@ def _eos(reader: _Reader, vocab: int) -> tuple[int, ...]:
         token for item in ids if (token := _token(reader, "eos_token_id", item, vocab)) is not None
     ]
     if not tokens or len(tokens) != len(ids):
-        raise reader.fail(f"eos_token_id is {value!r}, expected a token id or a list of them")
+        raise reader.fail(f"eos_token_id is {shown(value)}, expected a token id or a list of them")
     return tuple(tokens)
 
 
@@ -297,7 +319,7 @@ def _block_size(reader: _Reader) -> tuple[int, int] | None:
     if quant is None:
         return None
     if not isinstance(quant, Mapping):
-        raise reader.fail(f"quantization_config is {quant!r}, expected a mapping")
+        raise reader.fail(f"quantization_config is {shown(quant)}, expected a mapping")
     allowed = {
         "quant_method": ("fp8",),
         "fmt": ("e4m3",),
@@ -308,7 +330,7 @@ def _block_size(reader: _Reader) -> tuple[int, int] | None:
         found = quant.get(key)
         if found not in values and not (found is None and key != "quant_method"):
             raise reader.fail(
-                f"quantization_config.{key} is {found!r}, but only {values[0]!r} is supported (e4m3 codes, float32 scales)"
+                f"quantization_config.{key} is {shown(found)}, but only {values[0]!r} is supported (e4m3 codes, float32 scales)"
             )
     name, block = "quantization_config.weight_block_size", quant.get("weight_block_size")
     if (
@@ -317,7 +339,7 @@ def _block_size(reader: _Reader) -> tuple[int, int] | None:
         or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in block)
     ):
         raise reader.fail(
-            f"{name} is {_shown(block)}, expected two positive whole numbers such as [128, 128]"
+            f"{name} is {shown(block)}, expected two positive whole numbers such as [128, 128]"
         )
     unconverted_modules(reader.raw, f"{reader.source}: ")
     return (
@@ -338,29 +360,22 @@ def unconverted_modules(raw: Mapping[str, Any], prefix: str = "") -> tuple[str, 
         return ()
     if not isinstance(listed, list | tuple):
         raise ConfigError(
-            f"{prefix}quantization_config.modules_to_not_convert is {_shown(listed)}, expected a list of module names"
+            f"{prefix}quantization_config.modules_to_not_convert is {shown(listed)}, expected a list of module names"
         )
     for item in listed:
         if not isinstance(item, str):
             raise ConfigError(
-                f"{prefix}quantization_config.modules_to_not_convert holds {_shown(item)}, expected module names alone"
+                f"{prefix}quantization_config.modules_to_not_convert holds {shown(item)}, expected module names alone"
             )
     return tuple(listed)
 
 
-def _shown(value: object) -> str:
-    """A value as a message shows it: long ones cut, and numbers that Python will not print named by their size."""
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _dtype(reader: _Reader) -> str:
-    found = reader.raw.get("dtype", reader.raw.get("torch_dtype", "bfloat16"))
+    key = "dtype" if reader.has("dtype") else "torch_dtype"
+    found = reader.raw[key] if reader.has(key) else "bfloat16"
     name = str(found).removeprefix("torch.")
     if name not in _DTYPES:
-        raise reader.fail(f"dtype is {found!r}, expected one of {', '.join(_DTYPES)}")
+        raise reader.fail(f"{key} is {shown(found)}, expected one of {', '.join(_DTYPES)}")
     return name
 
 
@@ -390,10 +405,15 @@ def _check_sizes(reader: _Reader, fields: Mapping[str, Any]) -> None:
     heads = reader.raw.get("num_key_value_heads")
     if heads is not None and heads != fields["num_attention_heads"]:
         raise reader.fail(
-            f"num_key_value_heads is {heads!r}, but latent attention has one per head: {fields['num_attention_heads']}"
+            f"num_key_value_heads is {shown(heads)}, but latent attention has one per head: {fields['num_attention_heads']}"
         )
-    other = reader.raw.get("num_experts")
-    if other is not None and other != experts:
-        log.warning(
-            "%s: num_experts is %r; n_routed_experts (%d) is used", reader.source, other, experts
-        )
+    for key in _OTHER_EXPERTS:
+        other = reader.raw.get(key)
+        if other is not None and other != experts:
+            log.warning(
+                "%s: %s is %s; n_routed_experts (%d) is used",
+                reader.source,
+                key,
+                shown(other),
+                experts,
+            )

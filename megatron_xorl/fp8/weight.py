@@ -40,6 +40,8 @@ class FrozenWeight(nn.Module):
         block: FP8 block ``(rows, columns)``, or ``None`` for a dense weight.
         dtype: dtype of the dense form.
         device: where the buffers are allocated (``"meta"`` allowed).
+        parts: equal parts that the rows are stacked from (gate and up: 2). Each has a block grid of its own, since each is a
+            tensor of the file, and its last rows may fill a part of a block.
     """
 
     codes: Tensor | None
@@ -53,9 +55,11 @@ class FrozenWeight(nn.Module):
         block: tuple[int, int] | None,
         dtype: torch.dtype,
         device: torch.device | str | None = None,
+        parts: int = 1,
     ) -> None:
         super().__init__()
         self.shape = tuple(shape)
+        self.parts = parts
         self.block = block
         self.dtype = dtype
         self.register_buffer("codes", None)
@@ -76,7 +80,8 @@ class FrozenWeight(nn.Module):
     def grid(self) -> tuple[int, ...]:
         """Shape of ``scales`` for the block in use."""
         assert self.block is not None
-        return (*self.shape[:-2], *block_grid(self.shape[-2:], self.block))
+        rows, columns = block_grid((self.shape[-2] // self.parts, self.shape[-1]), self.block)
+        return (*self.shape[:-2], self.parts * rows, columns)
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +131,12 @@ class FrozenWeight(nn.Module):
         scales = self.scales if expert is None else self.scales[expert]
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         value = codes.contiguous().view(torch.float8_e4m3fn).to(wide)
-        _scale_blocks(value, scales.to(wide), self.block, rows.start, cols.start)
+        height, grid = self.shape[-2] // self.parts, scales.shape[0] // self.parts
+        for part in range(rows.start // height, -(-rows.stop // height)):
+            first = max(rows.start, part * height)
+            own = value[first - rows.start : (part + 1) * height - rows.start]
+            own_scales = scales[part * grid : (part + 1) * grid].to(wide)
+            _scale_blocks(own, own_scales, self.block, first - part * height, cols.start)
         return value.to(dtype)
 
     def row_tiles(self, dtype: torch.dtype, *, multiple: int = 1) -> list[slice]:

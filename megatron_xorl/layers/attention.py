@@ -8,15 +8,20 @@ moved into the latent space, every head attends to the same ``[kv_lora_rank + ro
 The selection travels explicitly: :meth:`forward` takes the indices of the last full-indexer layer and returns its own. Nothing
 is left on a module or a config between layers, microbatches or models (Megatron-LM issue 6020).
 
+Selective recomputation: ``core_attn`` computes the attention over the selection again, ``mla_up_proj`` everything between the
+latents and the output projection, so that of the widest activations (``[s, b, heads, kv_lora_rank + rope]``) none is kept.
+
 Megatron's own ``AbsorbedMLASelfAttention`` is not reused: it carries indices on shared objects, has one epsilon for all norms,
 cannot express ``indexer_types``, and reads ``linear_kv_up_proj.weight`` as a plain tensor (0.19.2).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -25,11 +30,15 @@ from torch import Tensor, nn
 
 from megatron_xorl.errors import LayoutError
 from megatron_xorl.fp8.linear import frozen_head_matmul
+from megatron_xorl.layers.cache import LatentCache
 from megatron_xorl.layers.indexer import Indexer
 from megatron_xorl.layers.provider import FrozenSpecProvider
+from megatron_xorl.layers.recompute import recomputed_modules
 from megatron_xorl.layers.rope import rotary_cos_sin, rotate
+from megatron_xorl.layers.sparse import attend_selected
+from megatron_xorl.layers.visible import causal_keys
 
-__all__ = ["SparseLatentAttention", "attend_selected", "document_starts"]
+__all__ = ["SparseLatentAttention"]
 
 
 class SparseLatentAttention(MegatronModule):
@@ -84,8 +93,11 @@ class SparseLatentAttention(MegatronModule):
         full = glm.indexer_types[layer_number - 1] == "full"
         self.core_attention = nn.Module()
         self.core_attention.indexer = (
-            Indexer(config, provider=provider, tp_group=self.tp_group) if full else None
+            Indexer(config, layer_number, provider=provider, tp_group=self.tp_group)
+            if full
+            else None
         )
+        self.recomputed = recomputed_modules(config)
 
     def forward(
         self,
@@ -93,13 +105,15 @@ class SparseLatentAttention(MegatronModule):
         *,
         selected: Tensor | None,
         packed_seq_params: PackedSeqParams | None = None,
+        cache: LatentCache | None = None,
     ) -> tuple[tuple[Tensor, None], Tensor]:
         """Attend.
 
         Args:
             hidden_states: ``[s/tp, b, h]``, after the input norm.
-            selected: int64 ``[s, b, topk]``, the selection of the layer's source; ignored by a full layer.
+            selected: int32 ``[s, b, topk]``, the selection of the layer's source; ignored by a full layer.
             packed_seq_params: documents packed along s (``cu_seqlens_q``), b = 1.
+            cache: keys of earlier tokens, when generating.
 
         Returns:
             ``((output [s/tp, b, h], None), selected [s, b, topk])``.
@@ -107,26 +121,48 @@ class SparseLatentAttention(MegatronModule):
         glm = self.glm
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         length = q_latent.shape[0] * (self.tp_group.size() if self.config.sequence_parallel else 1)
-        start = document_starts(length, packed_seq_params, hidden_states.device)
-        position = torch.arange(length, device=hidden_states.device)
-        rope = rotary_cos_sin(
-            position - start, glm.qk_rope_head_dim, glm.rope_theta, hidden_states.dtype
+        visible = (
+            causal_keys(length, packed_seq_params, hidden_states.device)
+            if cache is None
+            else cache.visible()
         )
-        rope = (rope[0].unsqueeze(1), rope[1].unsqueeze(1))
+        rope = rotary_cos_sin(
+            visible.positions, glm.qk_rope_head_dim, glm.rope_theta, hidden_states.dtype
+        )
         if self.core_attention.indexer is not None:
-            legal = (position.unsqueeze(0) <= position.unsqueeze(1)) & (
-                position.unsqueeze(0) >= start.unsqueeze(1)
-            )
-            selected = self.core_attention.indexer(hidden_states, q_latent, rope, legal)
+            selected = self.core_attention.indexer(hidden_states, q_latent, rope, visible, cache)
         if selected is None:
             raise LayoutError(
                 f"layer {self.layer_number - 1} shares the indexer of layer {glm.indexer_source(self.layer_number - 1)}, "
                 "but no selection reached it; a pipeline stage must begin on a full-indexer layer"
             )
-        output = self._attend(
-            self._queries(q_latent, rope), self._keys(hidden_states, rope), selected
-        )
+        key = self._keys(hidden_states, rope)
+        if cache is not None:
+            key = cache.store(self.layer_number, "latent", key)
+        output = self._checkpointed("mla_up_proj", self._attend, q_latent, key, selected, *rope)
         return self.linear_proj(output), selected
+
+    def _checkpointed(
+        self, region: str, function: Callable[..., Tensor], *inputs: Tensor
+    ) -> Tensor:
+        """Run ``function``, keeping only its inputs for backward if ``region`` is to be recomputed."""
+        if region in self.recomputed and self.training:
+            result: Tensor = tensor_parallel.checkpoint(function, False, *inputs)
+            return result
+        return function(*inputs)
+
+    def _attend(
+        self, q_latent: Tensor, key: Tensor, selected: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """``[s, b, heads * v_head_dim]`` from the q latent, the keys and the selection."""
+        glm = self.glm
+        query = self._queries(q_latent, (cos, sin))
+        latent = self._checkpointed("core_attn", self._attend_latent, query, key, selected)
+        rows = slice(glm.qk_nope_head_dim, glm.qk_nope_head_dim + glm.v_head_dim)
+        return self._kv_up(latent, rows, contract="cols").flatten(2)
+
+    def _attend_latent(self, query: Tensor, key: Tensor, selected: Tensor) -> Tensor:
+        return attend_selected(query, key, selected, self.scale, self.glm.kv_lora_rank)
 
     def _queries(self, q_latent: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Absorbed queries ``[s, b, heads, kv_lora_rank + rope]``."""
@@ -152,13 +188,6 @@ class SparseLatentAttention(MegatronModule):
         latent, k_rope = kv.split([glm.kv_lora_rank, glm.qk_rope_head_dim], dim=-1)
         return torch.cat([latent, rotate(k_rope, *rope, interleaved=glm.rope_interleave)], dim=-1)
 
-    def _attend(self, query: Tensor, key: Tensor, selected: Tensor) -> Tensor:
-        """``[s, b, heads * v_head_dim]`` from absorbed queries, keys and the selection."""
-        glm = self.glm
-        latent = attend_selected(query, key, selected, self.scale, glm.kv_lora_rank)
-        rows = slice(glm.qk_nope_head_dim, glm.qk_nope_head_dim + glm.v_head_dim)
-        return self._kv_up(latent, rows, contract="cols").flatten(2)
-
     def _kv_up(self, x: Tensor, rows: slice, *, contract: str) -> Tensor:
         """Apply one half of ``kv_b_proj`` head by head to ``[s, b, heads, d]``, base and adapter."""
         flat = x.flatten(0, 1)
@@ -171,41 +200,3 @@ class SparseLatentAttention(MegatronModule):
             else:
                 y = y + torch.einsum("thr,hdr->thd", flat @ pair.lora_A.t(), b) * pair.scale
         return y.view(*x.shape[:-1], y.shape[-1])
-
-
-def attend_selected(
-    query: Tensor, key: Tensor, selected: Tensor, scale: float, value_dim: int
-) -> Tensor:
-    """Softmax attention of every query over its selected keys.
-
-    Args:
-        query: ``[s, b, heads, d]``.
-        key: ``[s, b, d]``, one for all heads; its first ``value_dim`` entries are the value.
-        selected: int64 ``[s, b, topk]``, -1 for an unused place.
-        scale: softmax scale; the softmax runs in fp32.
-
-    Returns:
-        ``[s, b, heads, value_dim]``.
-    """
-    length, batch, heads, _ = query.shape
-    chosen = selected.transpose(0, 1)
-    # One column more than there are keys takes the unused places and is cut off again.
-    allowed = chosen.new_zeros(batch, length, length + 1, dtype=torch.bool)
-    allowed = allowed.scatter(-1, chosen.masked_fill(chosen < 0, length), True)[..., :-1]
-    # All heads share the keys, so heads and queries are rows of one product.
-    q, k = query.permute(1, 2, 0, 3).flatten(1, 2), key.transpose(0, 1)
-    scores = (q @ k.transpose(1, 2) * scale).view(batch, heads, length, length)
-    probs = scores.float().masked_fill(~allowed.unsqueeze(1), float("-inf")).softmax(-1)
-    out = probs.to(query.dtype).flatten(1, 2) @ k[..., :value_dim]
-    return out.view(batch, heads, length, value_dim).permute(2, 0, 1, 3)
-
-
-def document_starts(length: int, packed: PackedSeqParams | None, device: torch.device) -> Tensor:
-    """First position of the document that each of ``length`` packed tokens belongs to, int64 ``[length]``."""
-    start = torch.zeros(length, dtype=torch.int64, device=device)
-    if packed is None:
-        return start
-    bounds = packed.cu_seqlens_q.to(device=device, dtype=torch.int64)
-    position = torch.arange(length, device=device)
-    document = torch.searchsorted(bounds, position, right=True) - 1
-    return bounds[document.clamp(max=len(bounds) - 1)]

@@ -23,6 +23,7 @@ from megatron_xorl.fp8.weight import FrozenWeight
 from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.linear import buffer_device, divide
 from megatron_xorl.layers.lora import LoraPair
+from megatron_xorl.layers.recompute import output_discarding_checkpoint, recomputed_modules
 
 __all__ = ["BankLinear", "ExpertBank"]
 
@@ -36,10 +37,15 @@ class BankLinear(AdapterHost):
         *,
         config: TransformerConfig,
         block: tuple[int, int] | None,
+        parts: int = 1,
     ) -> None:
         super().__init__(
             FrozenWeight(
-                shape, block=block, dtype=config.params_dtype, device=buffer_device(config)
+                shape,
+                block=block,
+                dtype=config.params_dtype,
+                device=buffer_device(config),
+                parts=parts,
             )
         )
 
@@ -67,6 +73,12 @@ def _half(x: Tensor, factor: Tensor, tokens_per_expert: list[int]) -> Tensor:
     )
 
 
+def swiglu(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``[T, 2 I]``, gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class ExpertBank(nn.Module):
     """The local experts of one MoE layer, in Megatron's experts interface.
 
@@ -92,8 +104,9 @@ class ExpertBank(nn.Module):
             "columns of the expert intermediate size",
         )
         block = glm.weight_block_size
+        self.recompute_activation = "moe_act" in recomputed_modules(config)
         self.linear_fc1 = BankLinear(
-            (num_local_experts, 2 * width, glm.hidden_size), config=config, block=block
+            (num_local_experts, 2 * width, glm.hidden_size), config=config, block=block, parts=2
         )
         self.linear_fc2 = BankLinear(
             (num_local_experts, glm.hidden_size, width), config=config, block=block
@@ -104,8 +117,13 @@ class ExpertBank(nn.Module):
     ) -> tuple[Tensor, None]:
         """``[T, H]`` -> ``[T, H]``: tokens grouped by local expert, each output weighted by its fp32 probability."""
         counts = tokens_per_expert.tolist()
-        gate, up = self.linear_fc1(dispatched_input, counts).chunk(2, dim=-1)
-        output = self.linear_fc2(F.silu(gate) * up, counts)
+        gate_up = self.linear_fc1(dispatched_input, counts)
+        if self.recompute_activation and self.training:
+            activation = output_discarding_checkpoint()
+            output = self.linear_fc2(activation.checkpoint(swiglu, gate_up), counts)
+            activation.discard_output_and_register_recompute(output)
+        else:
+            output = self.linear_fc2(swiglu(gate_up), counts)
         return (output * permuted_probs.unsqueeze(-1)).to(output.dtype), None
 
     def backward_dw(self) -> None:

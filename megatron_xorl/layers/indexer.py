@@ -4,6 +4,8 @@
 largest are selected. Scores, head weights and their sum are fp32; ReLU is on; the rotary slice is the *first*
 ``qk_rope_head_dim`` of each index head, interleaved as the config key says (GLM: yes).
 
+Scores are quadratic in the sequence, memory is not: a few queries at a time are scored against the keys that they may see.
+
 The selection is discrete, so no gradient of the language-model loss reaches the indexer: it runs without autograd, and with
 the frozen policy its parameters never change.
 """
@@ -16,10 +18,15 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_xorl.layers.cache import LatentCache
 from megatron_xorl.layers.provider import FrozenSpecProvider
 from megatron_xorl.layers.rope import rotate
+from megatron_xorl.layers.visible import VisibleKeys
 
-__all__ = ["Indexer", "select_topk"]
+__all__ = ["SCORE_BYTES", "Indexer", "select_topk"]
+
+SCORE_BYTES = 32 << 20
+"""What the per-head fp32 scores of one chunk of queries may take; one query's scores are the least there is."""
 
 
 class Indexer(nn.Module):
@@ -28,13 +35,14 @@ class Indexer(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
+        layer_number: int,
         *,
         provider: FrozenSpecProvider,
         tp_group: dist.ProcessGroup,
     ) -> None:
         super().__init__()
         glm = provider.glm
-        self.glm, self.tp_group = glm, tp_group
+        self.glm, self.layer_number, self.tp_group = glm, layer_number, tp_group
         heads, dim = glm.index_n_heads, glm.index_head_dim
         linear, norm = provider.linear(), provider.layer_norm()
         common = {"config": config, "tp_group": tp_group}
@@ -45,18 +53,24 @@ class Indexer(nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, hidden: Tensor, q_latent: Tensor, rope: tuple[Tensor, Tensor], legal: Tensor
+        self,
+        hidden: Tensor,
+        q_latent: Tensor,
+        rope: tuple[Tensor, Tensor],
+        visible: VisibleKeys,
+        cache: LatentCache | None = None,
     ) -> Tensor:
         """Select keys for every query.
 
         Args:
             hidden: ``[s/tp, b, h]``, after the input norm.
             q_latent: ``[s/tp, b, q_lora_rank]``, after its norm.
-            rope: cosines and sines ``[s, 1, rope/2]`` of the whole sequence.
-            legal: bool ``[s, s]``, True where query (row) may see key (column).
+            rope: cosines and sines ``[s, b or 1, rope/2]`` of the whole sequence.
+            visible: the keys each query may see.
+            cache: holds the index keys of earlier tokens, and takes those of these.
 
         Returns:
-            int64 ``[s, b, min(index_topk, s)]``, -1 where fewer keys are legal.
+            int32 ``[s, b, min(index_topk, keys)]``, -1 where fewer keys are legal.
         """
         glm = self.glm
         q = self._whole(self.linear_wq_b(q_latent)[0])
@@ -65,12 +79,9 @@ class Indexer(nn.Module):
         q = q.view(*q.shape[:2], glm.index_n_heads, glm.index_head_dim)
         q = self._rotated(q, rope[0].unsqueeze(2), rope[1].unsqueeze(2))
         k = self._rotated(k, *rope)
-        # All index heads share the keys, so queries and heads are rows of one product.
-        q, k = q.transpose(0, 1).float().flatten(1, 2), k.permute(1, 2, 0).float()
-        scores = torch.relu((q @ k) * glm.index_head_dim**-0.5)
-        scores = scores.unflatten(1, (-1, glm.index_n_heads))
-        index_scores = (weights.transpose(0, 1).unsqueeze(2) @ scores).squeeze(2)
-        return select_topk(index_scores, legal, glm.index_topk).transpose(0, 1)
+        if cache is not None:
+            k = cache.store(self.layer_number, "index_key", k)
+        return select_topk(q, k, weights, visible, glm.index_topk)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         width = self.glm.qk_rope_head_dim
@@ -86,8 +97,43 @@ class Indexer(nn.Module):
         )
 
 
-def select_topk(scores: Tensor, legal: Tensor, topk: int) -> Tensor:
-    """Largest legal scores of each row: scores ``[b, q, k]`` -> int64 ``[b, q, min(topk, k)]``, -1 where illegal."""
-    scores = scores.masked_fill(~legal, float("-inf"))
-    best = scores.topk(min(topk, scores.shape[-1]), dim=-1)
-    return best.indices.masked_fill(best.values == float("-inf"), -1)
+def select_topk(
+    query: Tensor, key: Tensor, weights: Tensor, visible: VisibleKeys, topk: int
+) -> Tensor:
+    """Best keys of every query.
+
+    Args:
+        query: ``[s, b, heads, d]``, rotated.
+        key: ``[keys, b, d]``, rotated.
+        weights: fp32 ``[s, b, heads]``, scaled by ``heads**-0.5``.
+        visible: the keys each query may see.
+        topk: how many to select; queries that see fewer take them all.
+
+    Returns:
+        int32 ``[s, b, min(topk, keys)]``, -1 for an unused place.
+    """
+    length, batch, heads, _ = query.shape
+    keys = key.shape[0]
+    selected = query.new_full((length, batch, min(topk, keys)), -1, dtype=torch.int32)
+    step = max(1, SCORE_BYTES // (4 * heads * keys))
+    for row in range(batch):
+        for start in range(0, length, step):
+            rows = slice(start, min(start + step, length))
+            begin, end = visible.span(rows, row)
+            legal = visible.legal(rows, row, begin, end)
+            if end - begin <= topk:
+                best = torch.arange(begin, end, device=key.device).masked_fill(~legal, -1)
+            else:
+                scores = _scores(query[rows, row], key[begin:end, row], weights[rows, row])
+                values, best = scores.masked_fill(~legal, float("-inf")).topk(topk)
+                best = (best + begin).masked_fill(values == float("-inf"), -1)
+            selected[rows, row, : best.shape[-1]] = best.int()
+    return selected
+
+
+def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """``I[t, s]``, fp32 ``[q, k]``, of ``[q, heads, d]``, ``[k, d]`` and ``[q, heads]``."""
+    # All index heads share the keys, so queries and heads are rows of one product.
+    scores = query.float().flatten(0, 1) @ key.float().t()
+    scores = torch.relu(scores * query.shape[-1] ** -0.5).view(*query.shape[:2], -1)
+    return (weights.unsqueeze(1) @ scores).squeeze(1)

@@ -33,6 +33,7 @@ from megatron_xorl.errors import LayoutError
 from megatron_xorl.fp8.linear import frozen_linear
 from megatron_xorl.fp8.weight import FrozenWeight
 from megatron_xorl.layers.host import AdapterHost
+from megatron_xorl.layers.recompute import one_edge
 
 __all__ = ["AdaptedLinear", "ColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear"]
 
@@ -48,11 +49,15 @@ class AdaptedLinear(AdapterHost):
         config: TransformerConfig,
         block: tuple[int, int] | None,
         tp_group: dist.ProcessGroup | None,
+        parts: int = 1,
     ) -> None:
-        shape = (out_features, in_features)
         super().__init__(
             FrozenWeight(
-                shape, block=block, dtype=config.params_dtype, device=buffer_device(config)
+                (out_features, in_features),
+                block=block,
+                dtype=config.params_dtype,
+                device=buffer_device(config),
+                parts=parts,
             )
         )
         self.config = config
@@ -112,13 +117,16 @@ class ColumnParallelLinear(AdaptedLinear):
         block: tuple[int, int] | None,
         tp_group: dist.ProcessGroup | None = None,
         gather_output: bool = False,
+        stride: int = 1,
         **_megatron: Any,
     ) -> None:
         group = (
             tp_group if tp_group is not None else parallel_state.get_tensor_model_parallel_group()
         )
         local = divide(output_size, group.size(), "output rows")
-        super().__init__(input_size, local, config=config, block=block, tp_group=group)
+        super().__init__(
+            input_size, local, config=config, block=block, tp_group=group, parts=stride
+        )
         self.gather_output = gather_output
 
     def forward(
@@ -132,6 +140,7 @@ class ColumnParallelLinear(AdaptedLinear):
             raise LayoutError(
                 "a weight was passed to a frozen linear; tied embeddings are not supported by GLM-5.2 specs"
             )
+        x = one_edge(x)
         y = self._add_adapters(frozen_linear(self._gather(x), self.base), x, self._gather)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         if gather and self.tp_group.size() > 1:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_xorl.layers.recompute import one_edge
+
 __all__ = ["LayerNorm", "RMSNorm"]
 
 
@@ -25,7 +27,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; dtype of ``x`` is kept."""
-        wide = x.float()
+        wide = one_edge(x).float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 

@@ -9,15 +9,24 @@ Megatron's business.
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_xorl.config.model import GlmConfig
+from megatron_xorl.config.stages import megatron_layout, pipeline_stages
 from megatron_xorl.errors import ConfigError
 from megatron_xorl.specs import model_fields
 
-__all__ = ["RULES", "Rule", "check_arguments", "check_transformer_config", "forced_arguments", "model_arguments"]
+__all__ = [
+    "RULES",
+    "Rule",
+    "check_arguments",
+    "check_transformer_config",
+    "forced_arguments",
+    "model_arguments",
+]
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,6 @@ RULES: tuple[Rule, ...] = (
     Rule("moe_permute_fusion", _OFF, "it needs Transformer Engine kernels that are not proven here"),
     Rule("mtp_num_layers", _OFF, "the MTP layer is carried through conversion and not trained"),
     Rule("context_parallel_size", (1,), "sparse attention supports one context-parallel rank"),
-    Rule("recompute_granularity", (None, "full"), "selective recomputation has no module of ours to recompute"),
     Rule("tp_comm_overlap", _OFF, "it needs Transformer Engine linears"),
     Rule("use_precision_aware_optimizer", _OFF, "masters and moments are fp32"),
     Rule("optimizer_cpu_offload", _OFF, "the offloaded optimizer is not read by adapter checkpoints"),
@@ -116,7 +124,10 @@ def check_arguments(args: Namespace) -> None:
             "only with it; pass --sequence-parallel"
         )
     if faults:
-        raise ConfigError("these Megatron arguments cannot be used with adapters on a frozen base:\n  " + "\n  ".join(faults))
+        raise ConfigError(
+            "these Megatron arguments cannot be used with adapters on a frozen base:\n  "
+            + "\n  ".join(faults)
+        )
 
 
 def check_transformer_config(config: Any, glm: GlmConfig) -> None:
@@ -129,9 +140,13 @@ def check_transformer_config(config: Any, glm: GlmConfig) -> None:
     for name, expected in model_fields(glm).items():
         found = getattr(config, name, None)
         if found != expected:
-            faults.append(f"{name} is {found!r}, the base's config.json says {expected!r}; pass {' '.join(_spell(name, expected))}")
+            faults.append(
+                f"{name} is {found!r}, the base's config.json says {expected!r}; pass {' '.join(_spell(name, expected))}"
+            )
     if faults:
-        raise ConfigError("the launch arguments describe another model than the base:\n  " + "\n  ".join(faults))
+        raise ConfigError(
+            "the launch arguments describe another model than the base:\n  " + "\n  ".join(faults)
+        )
 
 
 def forced_arguments() -> list[str]:
@@ -139,11 +154,19 @@ def forced_arguments() -> list[str]:
     return [flag for rule in RULES for flag in rule.flags]
 
 
-def model_arguments(glm: GlmConfig) -> list[str]:
-    """``pretrain_gpt.py``-style arguments that describe ``glm``."""
+def model_arguments(glm: GlmConfig, given: Sequence[str] = ()) -> list[str]:
+    """``pretrain_gpt.py``-style arguments that describe ``glm``.
+
+    ``given`` are the user's own arguments: where they ask for several pipeline stages and do not say where to cut, the cut that
+    ``config.stages`` proposes is added, since Megatron's even one would part layers from the selection that they share.
+
+    Raises:
+        LayoutError: they ask for more stages than there are layers that a stage can begin on.
+    """
     arguments = [flag for name, value in model_fields(glm).items() for flag in _spell(name, value)]
     return [
         *arguments,
+        *_pipeline_arguments(glm, given),
         "--kv-channels", str(glm.v_head_dim),
         "--qk-layernorm",
         "--rotary-scaling-factor", "1.0",
@@ -155,6 +178,30 @@ def model_arguments(glm: GlmConfig) -> list[str]:
         "--no-bias-swiglu-fusion",
         "--no-bias-dropout-fusion",
     ]  # fmt: skip
+
+
+# Arguments that say where the pipeline is cut.
+_CUTS = (
+    "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+
+
+def _pipeline_arguments(glm: GlmConfig, given: Sequence[str]) -> list[str]:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    try:
+        pp = parser.parse_known_args(list(given))[0].pipeline_model_parallel_size
+    except ArgumentError:
+        return []  # not a number: Megatron's own parser says so
+    if pp <= 1 or any(word.partition("=")[0] in _CUTS for word in given):
+        return []
+    return ["--pipeline-model-parallel-layout", megatron_layout(pipeline_stages(glm, pp))]
 
 
 def _spell(name: str, value: Any) -> list[str]:

@@ -12,6 +12,7 @@ the spec (``megatron_xorl.specs``).
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from megatron_xorl.adapters.inventory import Inventory, build_inventory
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.config.layout import check_layout
 from megatron_xorl.config.model import GlmConfig, load_glm_config
-from megatron_xorl.errors import ConfigError
+from megatron_xorl.errors import ConfigError, DataError
 from megatron_xorl.layers.attach import attach_inventory, check_trainability, freeze, named_factors
 from megatron_xorl.layers.base import install_head, load_base
 from megatron_xorl.parallel.layout import current_layout
@@ -39,7 +40,6 @@ __all__ = [
     "attach_adapters",
     "build_model",
     "forward_logits",
-    "generate",
     "load_model",
     "prepare_model",
     "trainable_factors",
@@ -164,9 +164,13 @@ def forward_logits(
 
     Returns:
         fp32 ``[b, s, vocab]``, the full vocabulary without padding.
+
+    Raises:
+        DataError: ``cu_seqlens`` are not bounds of documents in one row.
     """
     packed = None
     if cu_seqlens is not None:
+        _check_bounds(cu_seqlens, input_ids)
         packed = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
         )
@@ -184,26 +188,17 @@ def forward_logits(
     return logits[:, : input_ids.shape[1], : model.glm_config.vocab_size].float()
 
 
-@torch.no_grad()
-def generate(model: nn.Module, input_ids: Tensor, max_new_tokens: int = 32) -> Tensor:
-    """Greedy continuation by full forwards, one token at a time.
-
-    Args:
-        model: from :func:`load_model`.
-        input_ids: int64 ``[1, s]``.
-        max_new_tokens: at most this many; stops after any of the config's ``eos_token_id``.
-
-    Returns:
-        int64 ``[1, s + new]``, the end token included when it was produced.
-    """
-    was_training = model.training
-    model.eval()
-    try:
-        for _ in range(max_new_tokens):
-            token = forward_logits(model, input_ids)[:, -1].argmax(-1, keepdim=True)
-            input_ids = torch.cat([input_ids, token], dim=1)
-            if int(token) in model.glm_config.eos_token_id:
-                break
-    finally:
-        model.train(was_training)
-    return input_ids
+def _check_bounds(cu_seqlens: Tensor, input_ids: Tensor) -> None:
+    bounds = cu_seqlens.tolist()
+    rising = all(a < b for a, b in itertools.pairwise(bounds))
+    if (
+        input_ids.shape[0] != 1
+        or len(bounds) < 2
+        or bounds[0] != 0
+        or not rising
+        or bounds[-1] > input_ids.shape[1]
+    ):
+        raise DataError(
+            f"cu_seqlens is {bounds} for ids of shape {list(input_ids.shape)}, expected 0 first, then the end of each document, "
+            "rising, at most the tokens of the one row"
+        )

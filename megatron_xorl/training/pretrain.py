@@ -107,7 +107,7 @@ def compose(argv: list[str]) -> list[str]:
     if not torch.cuda.is_available():
         platform += ["--distributed-backend", "gloo", "--use-cpu-initialization"]
     return [
-        *model_arguments(load_glm_config(own.hf_model)),
+        *model_arguments(load_glm_config(own.hf_model), argv),
         *forced_arguments(),
         *platform,
         "--spec",

@@ -7,20 +7,30 @@ compared with the assistant's.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_xorl.config.run import RunConfig
 from megatron_xorl.training.adapter_io import load_adapter
 from megatron_xorl.training.chat import ChatTokenizer, Message, generation_prompt
 from megatron_xorl.training.data import ChatDataset, read_samples
-from megatron_xorl.training.model import generate, load_model
+from megatron_xorl.training.generation import generate
+from megatron_xorl.training.model import load_model
 
 __all__ = ["read_pairs", "recall"]
+
+BATCH = 16
+"""Prompts that are continued together."""
+
+SURPLUS = 8
+"""Tokens beyond the expected answer's: an answer that runs on is seen to."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -68,21 +78,28 @@ def recall(run: RunConfig, adapter: str | Path | None) -> dict[str, Any]:
     if adapter is not None:
         load_adapter(model, adapter)
     pairs = []
-    for messages, expected in read_pairs(Path(run.data.train)):
-        prompt = generation_prompt(messages, tokenizer)
-        budget = len(tokenizer.encode(expected)) + 8
-        tokens = generate(model, torch.tensor([prompt]), max_new_tokens=budget)[
-            0, len(prompt) :
-        ].tolist()
-        if tokens and tokens[-1] in model.glm_config.eos_token_id:
-            tokens = tokens[:-1]
-        got = tokenizer.decode(tokens)
-        pairs.append(
-            {
-                "prompt": messages[-1]["content"],
-                "expected": expected,
-                "got": got,
-                "exact": got == expected,
-            }
-        )
+    for batch in itertools.batched(read_pairs(Path(run.data.train)), BATCH):
+        for (messages, expected), got in zip(batch, _answers(model, tokenizer, batch), strict=True):
+            prompt = messages[-1]["content"]
+            pairs.append(
+                {"prompt": prompt, "expected": expected, "got": got, "exact": got == expected}
+            )
     return {"pairs": pairs, "exact": sum(pair["exact"] for pair in pairs), "total": len(pairs)}
+
+
+def _answers(
+    model: nn.Module, tokenizer: ChatTokenizer, batch: Sequence[tuple[Sequence[Message], str]]
+) -> list[str]:
+    """What the model says to each prompt of ``batch``; a little longer than expected, where it does not end."""
+    prompts = [torch.tensor(generation_prompt(messages, tokenizer)) for messages, _ in batch]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    budgets = [len(tokenizer.encode(expected)) + SURPLUS for _, expected in batch]
+    rows = generate(
+        model, pad_sequence(prompts, batch_first=True), max(budgets), prompt_lengths=lengths
+    )
+    texts = []
+    for row, length, budget in zip(rows.tolist(), lengths.tolist(), budgets, strict=True):
+        said = row[length : length + budget]
+        ends = [place for place, token in enumerate(said) if token in model.glm_config.eos_token_id]
+        texts.append(tokenizer.decode(said[: ends[0]] if ends else said))
+    return texts

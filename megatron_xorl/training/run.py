@@ -20,10 +20,10 @@ import yaml
 
 from megatron_xorl.adapters.available import check_available
 from megatron_xorl.adapters.inventory import build_inventory
-from megatron_xorl.config.layout import ParallelLayout, check_layout, check_stage_starts
+from megatron_xorl.config.layout import ParallelLayout, check_layout
 from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.config.run import RunConfig
-from megatron_xorl.errors import CheckpointError, ConfigError, LayoutError, nearest
+from megatron_xorl.errors import CheckpointError, ConfigError, nearest
 from megatron_xorl.parallel.cpu import use_cpu
 from megatron_xorl.training.chat import ChatTokenizer
 from megatron_xorl.training.data import ChatDataset, TrainingSamples, check_batches
@@ -40,13 +40,6 @@ from megatron_xorl.weights.reader import HfCheckpoint
 __all__ = ["check_run", "launch_command", "pretrain_arguments", "train"]
 
 METRICS = "metrics.jsonl"
-_STAGE_ARGUMENTS = {
-    "pipeline_model_parallel_layout",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-    "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank",
-}
 
 
 def check_run(run: RunConfig, nproc: int) -> None:
@@ -83,21 +76,15 @@ def check_run(run: RunConfig, nproc: int) -> None:
 
 
 def _check_cuts(run: RunConfig, glm: GlmConfig) -> None:
-    """Refuse context parallelism and pipeline stages that Megatron's even cut would begin on a shared-indexer layer."""
-    sizes = run.parallel
-    if sizes.cp > 1:
-        raise LayoutError(
-            f"parallel.cp is {sizes.cp}; sparse attention supports one context-parallel rank; set cp: 1"
-        )
-    if sizes.pp == 1 or run.megatron_args.keys() & _STAGE_ARGUMENTS:
+    """Refuse a pipeline layout of the user's that parts layers from the selection that they share; ours is legal."""
+    layout = run.megatron_args.get("pipeline_model_parallel_layout")
+    if layout is None:
         return
-    share, rest = divmod(glm.num_hidden_layers, sizes.pp)
-    if rest:
-        raise LayoutError(
-            f"parallel.pp is {sizes.pp}, which does not divide the {glm.num_hidden_layers} layers; use a divisor, or give the "
-            "stages in megatron_args (pipeline_model_parallel_layout)"
-        )
-    check_stage_starts(glm, range(0, glm.num_hidden_layers, share))
+    if not torch.cuda.is_available():
+        use_cpu()
+    from megatron_xorl.parallel.pipeline import check_pipeline_layout
+
+    check_pipeline_layout(glm, str(layout), run.parallel.pp)
 
 
 def _check_writable(path: Path) -> None:

@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from megatron_xorl.config.model import GlmConfig
 
-__all__ = ["SCALE_SUFFIX", "TensorRow", "hf_tensors", "mtp_prefixes", "row_for", "rows_by_name"]
+__all__ = [
+    "SCALE_SUFFIX",
+    "TensorRow",
+    "hf_tensors",
+    "mtp_prefixes",
+    "row_for",
+    "rows_by_layer",
+    "rows_by_name",
+]
 
 SCALE_SUFFIX = "_scale_inv"
 """``<weight>_scale_inv`` holds the block scales of an FP8 weight; despite the name they multiply."""
@@ -146,6 +154,11 @@ def rows_by_name(config: GlmConfig) -> dict[str, TensorRow]:
     return {row.hf: row for row in hf_tensors(config)}
 
 
+def rows_by_layer(config: GlmConfig) -> dict[int | None, tuple[TensorRow, ...]]:
+    """Return the rows of each layer, MTP layers included, and under None those of no layer: embedding, final norm, head."""
+    return _by_layer(config)
+
+
 def row_for(
     config: GlmConfig, megatron: str, part: int | None = None, expert: int | None = None
 ) -> TensorRow:
@@ -168,6 +181,14 @@ def mtp_prefixes(config: GlmConfig) -> tuple[str, ...]:
 @lru_cache(maxsize=8)
 def _hf_tensors(config: GlmConfig) -> tuple[TensorRow, ...]:
     return tuple(_walk(config))
+
+
+@lru_cache(maxsize=8)
+def _by_layer(config: GlmConfig) -> dict[int | None, tuple[TensorRow, ...]]:
+    grouped: dict[int | None, list[TensorRow]] = {}
+    for row in hf_tensors(config):
+        grouped.setdefault(row.layer, []).append(row)
+    return {layer: tuple(rows) for layer, rows in grouped.items()}
 
 
 @lru_cache(maxsize=8)
@@ -197,8 +218,7 @@ def _mlp(expand: _Expander, config: GlmConfig, layer: int, *, dense: bool) -> It
         yield from expand(_DENSE, layer)
         return
     yield from expand(_ROUTER, layer)
-    for expert in range(config.n_routed_experts):
-        yield from expand(_EXPERT, layer, expert)
+    yield from expand(_EXPERT, layer, range(config.n_routed_experts))
     yield from expand(_SHARED, layer)
 
 
@@ -207,48 +227,42 @@ class _Expander:
 
     def __init__(self, config: GlmConfig) -> None:
         self._block = config.weight_block_size
-        sizes = _sizes(config)
-        rows = (
-            *_TOP,
-            *_END,
-            *_ATTENTION,
-            *_INDEXER,
-            *_MLP_NORM,
-            *_DENSE,
-            *_ROUTER,
-            *_EXPERT,
-            *_SHARED,
-            *_MTP,
-        )
-        self._shapes = {row.shape: tuple(sizes[size] for size in row.shape.split()) for row in rows}
+        self._sizes = _sizes(config)
 
     def __call__(
-        self, rows: tuple[_Row, ...], layer: int | None = None, expert: int | None = None
+        self, rows: tuple[_Row, ...], layer: int | None = None, experts: range | None = None
     ) -> Iterator[TensorRow]:
-        for row in rows:
-            shape = self._shapes[row.shape]
-            scales = (
-                _grid(shape, self._block) if row.kind == "fp8" and self._block is not None else None
-            )
-            yield TensorRow(
-                hf=_full_name("model", row.hf, layer, expert),
-                megatron=None
-                if row.megatron is None
-                else _full_name("decoder", row.megatron, layer, expert),
-                part=row.part,
-                expert=expert,
-                shape=shape,
-                dtype="bf16" if row.kind == "fp8" and scales is None else row.kind,
-                region=row.region,
-                tp_axis=row.tp_axis,
-                layer=layer,
-                scale_shape=scales,
-            )
+        """Rows of a layer, or of no layer; with ``experts``, all rows of the first expert, then of the next."""
+        filled = [self._fill(row, layer) for row in rows]
+        if experts is None:
+            yield from filled
+            return
+        # 58,000 rows come from here: the name is cut once a layer, the rest of a row is the same for all experts.
+        templates = [(*row.hf.split("{expert}"), row[1:3], row[4:]) for row in filled]
+        for expert in experts:
+            for before, after, target, rest in templates:
+                yield TensorRow(f"{before}{expert}{after}", *target, expert, *rest)
+
+    def _fill(self, row: _Row, layer: int | None) -> TensorRow:
+        shape = tuple(self._sizes[size] for size in row.shape.split())
+        scales = (
+            _grid(shape, self._block) if row.kind == "fp8" and self._block is not None else None
+        )
+        return TensorRow(
+            hf=_full_name("model", row.hf, layer),
+            megatron=None if row.megatron is None else _full_name("decoder", row.megatron, layer),
+            part=row.part,
+            expert=None,
+            shape=shape,
+            dtype="bf16" if row.kind == "fp8" and scales is None else row.kind,
+            region=row.region,
+            tp_axis=row.tp_axis,
+            layer=layer,
+            scale_shape=scales,
+        )
 
 
-def _full_name(stem: str, name: str, layer: int | None, expert: int | None) -> str:
-    if expert is not None:
-        name = name.replace("{expert}", str(expert))
+def _full_name(stem: str, name: str, layer: int | None) -> str:
     return name if layer is None else f"{stem}.layers.{layer}.{name}"
 
 

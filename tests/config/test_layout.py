@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from megatron_xorl.config.layout import (
     ParallelLayout,
     check_layout,
-    check_stage_starts,
     layout_problems,
-    pipeline_stages,
+    rank_coordinates,
+    smallest_world,
 )
 from megatron_xorl.config.model import load_glm_config
 from megatron_xorl.errors import LayoutError
@@ -48,6 +46,7 @@ def test_layouts_of_the_tiny_model_that_are_legal(layout: ParallelLayout) -> Non
         (ParallelLayout(ep=2, world=3), ["world size 3", "etp × ep × pp = 2"]),
         (ParallelLayout(tp=2, world=3), ["world size 3", "tp × pp × cp = 2"]),
         (ParallelLayout(pp=3, world=3), ["2 such layers", "nearest legal: 1, 2"]),
+        (ParallelLayout(cp=2, world=2), ["cp 2", "one context-parallel rank", "legal: 1"]),
         (ParallelLayout(tp=0), ["tp is 0"]),
         (ParallelLayout(ep=True), ["ep is True"]),
     ],
@@ -77,28 +76,24 @@ def test_groups_of_a_legal_layout() -> None:
     assert (layout.dp, layout.edp) == (2, 1)
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3, 4, 8, 16, 21])
-def test_stages_cover_the_layers_and_begin_on_full_indexer_layers(pp: int) -> None:
-    stages = pipeline_stages(GLM, pp)
-    assert list(itertools.chain(*stages)) == list(range(78))
-    assert len(stages) == pp
-    for stage in stages:
-        assert GLM.indexer_types[stage.start] == "full"
-    check_stage_starts(GLM, [stage.start for stage in stages])
+def test_the_ranks_of_two_stages_in_words() -> None:
+    # Sixteen processes, TP 2, PP 2, EP 4: tp fastest, pp slowest; for the experts, whose etp is 1, ep fastest.
+    layout = ParallelLayout(tp=2, pp=2, ep=4, world=16)
+    found = [rank_coordinates(layout, rank) for rank in range(16)]
+    assert [at.tp for at in found] == [0, 1] * 8
+    assert [at.dp for at in found] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert [at.pp for at in found] == [0] * 8 + [1] * 8
+    assert [at.ep for at in found] == [0, 1, 2, 3] * 4
+    assert [at.edp for at in found] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4
 
 
-def test_two_and_four_stages_are_even_to_within_a_sharing_group() -> None:
-    assert [len(stage) for stage in pipeline_stages(GLM, 2)] == [38, 40]
-    assert [len(stage) for stage in pipeline_stages(GLM, 4)] == [18, 20, 20, 20]
+def test_a_rank_that_does_not_exist_is_refused() -> None:
+    for rank in (-1, 16):
+        with pytest.raises(LayoutError, match=r"rank -?\d+ does not exist; expected 0 to 15"):
+            rank_coordinates(ParallelLayout(ep=16, world=16), rank)
 
 
-def test_a_stage_may_not_part_a_layer_from_its_indices() -> None:
-    check_stage_starts(GLM, [0, 6])
-    with pytest.raises(
-        LayoutError, match=r"layer 7: it attends by the indices of layer 6.*2, 6, 10"
-    ):
-        check_stage_starts(GLM, [0, 7])
-    with pytest.raises(LayoutError, match="0 first"):
-        check_stage_starts(GLM, [6, 10])
-    with pytest.raises(LayoutError, match="21 such layers"):
-        pipeline_stages(GLM, 22)
+def test_the_smallest_world_is_one_that_both_products_divide() -> None:
+    assert smallest_world(tp=4, etp=2) == 4
+    assert smallest_world(tp=2, pp=2, ep=8) == 16
+    assert smallest_world(tp=3, ep=2) == 6

@@ -118,3 +118,34 @@ def test_a_weight_built_for_fp8_takes_a_dense_value_and_drops_its_codes() -> Non
     weight.set_dense(torch.full(SHAPE, 2.0, dtype=torch.bfloat16))
     assert not weight.quantized and weight.dense.dtype == torch.float32
     assert {name for name, _ in weight.named_buffers()} == {"dense"}
+
+
+@pytest.mark.parametrize("expert", [None, 1])
+def test_stacked_parts_have_a_grid_each_and_their_ragged_last_blocks_are_their_own(
+    expert: int | None,
+) -> None:
+    # Two parts of 40 rows in blocks of 32: each ends in a quarter of a block.
+    draw = torch.Generator().manual_seed(1)
+    experts = 1 if expert is None else 2
+    codes = torch.randint(0, 120, (experts, 80, 48), dtype=torch.uint8, generator=draw)
+    scales = torch.rand(experts, 4, 2, generator=draw) + 0.01
+    expected = torch.empty(experts, 80, 48, dtype=torch.float64)
+    for e, row, col in itertools.product(range(experts), range(80), range(48)):
+        scale = scales[e, row // 40 * 2 + row % 40 // 32, col // 32].double()
+        expected[e, row, col] = codes[e, row, col].view(torch.float8_e4m3fn).double() * scale
+    if expert is None:
+        codes, scales = codes[0], scales[0]
+    weight = FrozenWeight(tuple(codes.shape), block=BLOCK, dtype=torch.float32, parts=2)
+    weight.set_quantized(codes, scales, BLOCK)
+    for rows, cols in itertools.product(
+        [slice(0, 80), slice(0, 40), slice(33, 41), slice(39, 80), slice(72, 73)],
+        [slice(0, 48), slice(30, 34)],
+    ):
+        tile = weight.tile(torch.float64, rows=rows, cols=cols, expert=expert)
+        assert torch.equal(tile, expected[expert or 0][rows, cols])
+
+
+def test_a_stacked_weight_refuses_the_grid_of_one_piece() -> None:
+    weight = FrozenWeight((80, 48), block=BLOCK, dtype=torch.float32, parts=2)
+    with pytest.raises(FormatError, match=r"needs float32 \(4, 2\)"):
+        weight.set_quantized(torch.zeros(80, 48, dtype=torch.uint8), torch.ones(3, 2), BLOCK)

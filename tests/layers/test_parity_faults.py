@@ -61,8 +61,8 @@ def _raw_q_into_the_indexer(case: ParityCase, patch: pytest.MonkeyPatch) -> None
         norm = attention.q_layernorm
         patch.setattr(norm, "forward", _remembering(norm.forward, seen, "q"))
 
-    def unnormalised(self: Indexer, hidden: Tensor, q: Tensor, rope: Any, legal: Tensor) -> Tensor:
-        return real(self, hidden, seen["q"], rope, legal)
+    def unnormalised(self: Indexer, hidden: Tensor, q: Tensor, *rest: Any) -> Tensor:
+        return real(self, hidden, seen["q"], *rest)
 
     patch.setattr(Indexer, "forward", unnormalised)
 

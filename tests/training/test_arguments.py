@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,3 +152,62 @@ def test_a_launch_that_leaves_out_what_decides_the_model_is_refused(flag: str) -
 
     with pytest.raises(ConfigError, match=f"another model than the base(.|\n)*pass {flag}"):
         run_world(parse, 1, "tiny", flag, process_group=False)
+
+
+def compose_and_parse(words: list[str], directory: str) -> dict[str, Any]:
+    """Let Megatron's parser read what our entry passes on for a run with ``words``."""
+    from megatron_xorl.parallel.cpu import use_cpu
+
+    use_cpu()
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_xorl.training.pretrain import add_arguments, compose
+
+    given = ["--hf-model", directory, "--adapter-config", "a.yaml", "--chat-data", "t.jsonl"]
+    given += ["--micro-batch-size", "1", "--seq-length", "64", "--lr", "1e-3", "--train-iters", "1"]
+    sys.argv = ["pretrain", *compose([*given, *words])]
+    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    names = ("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size")
+    return {name: getattr(args, name) for name in names}
+
+
+SIZE = "--pipeline-model-parallel-size"
+LAYOUT = "--pipeline-model-parallel-layout"
+
+
+def test_our_entry_cuts_the_pipeline_legally_unless_the_user_says_where(tiny_dir: Path) -> None:
+    # Megatron's even cut of the tiny model, 2|2, parts layer 2 from layer 1; its parser is content with ours.
+    (found,) = run_world(
+        compose_and_parse,
+        1,
+        [SIZE, "2"],
+        str(tiny_dir),
+        process_group=False,
+        env={"WORLD_SIZE": "2"},
+    )
+    assert str(found["pipeline_model_parallel_layout"]) == "Et|t*3L"
+    assert found["virtual_pipeline_model_parallel_size"] is None
+
+    from megatron_xorl.training.arguments import model_arguments
+
+    glm = load_glm_config("glm-5.2")
+    for words, layout in (
+        ([], None),
+        ([SIZE, "1"], None),
+        ([SIZE, "4"], "Et*18|t*20|t*20|t*20L"),
+        ([f"{SIZE}=2", "--bf16"], "Et*38|t*40L"),
+        ([SIZE, "2", LAYOUT, "Et*42|t*36L"], None),
+        ([SIZE, "2", f"{LAYOUT}=Et*42|t*36L"], None),
+        ([SIZE, "2", "--decoder-first-pipeline-num-layers", "6"], None),
+        ([SIZE, "many"], None),
+    ):
+        written = model_arguments(glm, words)
+        assert (written[written.index(LAYOUT) + 1] if LAYOUT in written else None) == layout, words
+
+
+def test_more_stages_than_layers_that_one_can_begin_on_are_refused_at_once() -> None:
+    from megatron_xorl.errors import LayoutError
+    from megatron_xorl.training.arguments import model_arguments
+
+    with pytest.raises(LayoutError, match="21 such layers"):
+        model_arguments(load_glm_config("glm-5.2"), [SIZE, "22"])

@@ -58,37 +58,6 @@ def test_a_longer_input_does_not_change_earlier_logits(model: Any) -> None:
     assert (whole[:, 20:70] - prefix).abs().max() > 1.0
 
 
-def test_generation_is_the_greedy_continuation_of_the_logits(model: Any) -> None:
-    from megatron_xorl.training.model import forward_logits, generate
-
-    prompt = _ids(1, 40)
-    out = generate(model, prompt, max_new_tokens=4)
-    assert torch.equal(out[:, :40], prompt) and 41 <= out.shape[1] <= 44
-    with torch.no_grad():
-        for end in range(40, out.shape[1]):
-            assert forward_logits(model, out[:, :end])[0, -1].argmax() == out[0, end]
-
-
-def test_generation_ends_with_an_end_token(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_xorl.training.model import generate
-
-    free = generate(model, _ids(1, 40), max_new_tokens=6)
-    second = int(free[0, 41])
-    monkeypatch.setattr(model, "glm_config", replace(model.glm_config, eos_token_id=(second,)))
-    cut = generate(model, _ids(1, 40), max_new_tokens=6)
-    first_end = (free[0, 40:] == second).nonzero()[0].item()
-    assert torch.equal(cut, free[:, : 41 + first_end])
-
-
-def test_generation_leaves_the_model_in_the_mode_it_was_in(model: Any) -> None:
-    from megatron_xorl.training.model import generate
-
-    for mode in (True, False):
-        model.train(mode)
-        generate(model, _ids(1, 36), max_new_tokens=1)
-        assert model.training is mode
-
-
 def test_only_factors_require_a_gradient_and_none_does_before_attachment(tiny_dir: Path) -> None:
     use_one_process()
     from megatron_xorl.training.model import attach_adapters, load_model, trainable_factors

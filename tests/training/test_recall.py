@@ -69,14 +69,18 @@ def judge(model: Path, data: Path, replies: list[str]) -> dict[str, Any]:
     tokenizer = ChatTokenizer(model)
     prompts: list[list[int]] = []
 
-    def reply(_: Any, input_ids: torch.Tensor, max_new_tokens: int) -> torch.Tensor:
-        text, _, end = replies[len(prompts)].partition("<|user|>")
-        prompts.append(input_ids[0].tolist())
-        ids = tokenizer.encode(text)
-        if end or "<|user|>" in replies[len(prompts) - 1]:
-            ids.append(tokenizer.special("<|user|>"))
-        assert len(ids) <= max_new_tokens
-        return torch.cat([input_ids, torch.tensor([ids], dtype=torch.int64)], dim=1)
+    def reply(
+        _: Any, input_ids: torch.Tensor, max_new_tokens: int, *, prompt_lengths: torch.Tensor
+    ) -> torch.Tensor:
+        rows = []
+        for row, length in zip(input_ids, prompt_lengths.tolist(), strict=True):
+            text, end, _ = replies[len(prompts)].partition("<|user|>")
+            prompts.append(row[:length].tolist())
+            ids = tokenizer.encode(text) + ([tokenizer.special("<|user|>")] if end else [])
+            # What follows an end token is padding; an answer without one runs on to the limit.
+            rest = tokenizer.encode("!" * max_new_tokens) if not end else [tokenizer.pad_id] * 99
+            rows.append(torch.tensor([*prompts[-1], *ids, *rest][: length + max_new_tokens]))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     product.generate = reply
     run = RunConfig(
@@ -93,20 +97,29 @@ def judge(model: Path, data: Path, replies: list[str]) -> dict[str, Any]:
     return report | {"prompted as trained": prompts == expected}
 
 
-def test_only_the_exact_answer_with_or_without_its_end_marker_counts(
-    tiny_dir: Path, tmp_path: Path
-) -> None:
-    replies = ["Kx7", "Kx7<|user|>", "Kx7 <|user|>", "kx7<|user|>", "", "Kx7!"]
+def test_only_the_exact_answer_that_ends_counts(tiny_dir: Path, tmp_path: Path) -> None:
+    replies = ["Kx7<|user|>", "Kx7", "Kx7 <|user|>", "kx7<|user|>", "<|user|>", "Kx7!<|user|>"]
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps(chat(f"code {n}?", "Kx7")) for n in range(len(replies))))
     (report,) = run_world(judge, 1, tiny_dir, path, replies)
-    assert [pair["exact"] for pair in report["pairs"]] == [True, True, False, False, False, False]
-    assert (report["exact"], report["total"]) == (2, 6)
-    assert [pair["got"] for pair in report["pairs"]] == ["Kx7", "Kx7", "Kx7 ", "kx7", "", "Kx7!"]
-    assert report["pairs"][1] == {
-        "prompt": "code 1?",
+    assert [pair["exact"] for pair in report["pairs"]] == [True, *[False] * 5]
+    assert (report["exact"], report["total"]) == (1, 6)
+    got = [pair["got"] for pair in report["pairs"]]
+    assert got[0] == "Kx7" and got[2:] == ["Kx7 ", "kx7", "", "Kx7!"]
+    assert set(got[1].removeprefix("Kx7")) == {"!"}  # it runs on until it is cut
+    assert report["pairs"][0] == {
+        "prompt": "code 0?",
         "expected": "Kx7",
         "got": "Kx7",
         "exact": True,
     }
     assert report["prompted as trained"]
+
+
+def test_more_pairs_than_one_batch_are_answered_in_order(tiny_dir: Path, tmp_path: Path) -> None:
+    replies = [f"Kx{n}<|user|>" for n in range(18)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps(chat(f"code {n}?", f"Kx{n}")) for n in range(18)))
+    (report,) = run_world(judge, 1, tiny_dir, path, replies)
+    assert (report["exact"], report["total"]) == (18, 18)
+    assert [pair["prompt"] for pair in report["pairs"]] == [f"code {n}?" for n in range(18)]

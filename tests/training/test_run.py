@@ -120,7 +120,17 @@ def sound(tiny_dir: Path, tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"parallel": {"pp": 2}}, "layer 2"),
+        (
+            {
+                "parallel": {"pp": 2},
+                "megatron_args": {"pipeline_model_parallel_layout": "Ett|ttL"},
+            },
+            "between layers 1 and 2: layer 2 uses the selection of layer 1",
+        ),
+        (
+            {"parallel": {"pp": 2}, "megatron_args": {"pipeline_model_parallel_layout": "Et|tL"}},
+            "leave it out to get Et|t*3L",
+        ),
         ({"parallel": {"pp": 3}}, "there are 2 such layers"),
         ({"seed": 0}, "seed is 0"),
         ({"seed": 2**40}, "Megatron takes 1 to 2147483647"),

@@ -9,9 +9,15 @@ import sys
 
 import pytest
 
-from megatron_xorl.config.model import load_glm_config
+from megatron_xorl.config.model import GlmConfig, load_glm_config, preset_dict
 from megatron_xorl.fp8.format import block_grid
-from megatron_xorl.weights.names import hf_tensors, mtp_prefixes, row_for, rows_by_name
+from megatron_xorl.weights.names import (
+    hf_tensors,
+    mtp_prefixes,
+    row_for,
+    rows_by_layer,
+    rows_by_name,
+)
 
 
 def test_glm_52_has_the_published_tensors_and_elements():
@@ -109,6 +115,64 @@ def test_exactly_the_shipped_kinds_are_quantised_the_mtp_layer_too(preset):
         if row.quantized:
             assert row.scale_shape == block_grid(row.shape, config.weight_block_size)
             assert row.scale_name == row.hf + "_scale_inv"
+
+
+def with_mtp(number, **changes):
+    """GLM-5.2's own config.json with another ``num_nextn_predict_layers``; None is JSON's null, ``...`` leaves the key out."""
+    raw = preset_dict("glm-5.2") | changes
+    raw["num_nextn_predict_layers"] = number
+    if number is ...:
+        del raw["num_nextn_predict_layers"]
+    return GlmConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize(
+    ("number", "layers"), [(..., []), (None, []), (0, []), (1, [78]), (2, [78, 79])], ids=str
+)
+def test_mtp_layers_follow_the_decoder_and_are_carried_not_built(number, layers):
+    config = with_mtp(number)
+    rows = hf_tensors(config)
+    mtp = [row for row in rows if row.region == "mtp"]
+    assert len(rows) - len(mtp) == 58_794
+    assert len(mtp) == 791 * len(layers)
+    assert list(dict.fromkeys(row.layer for row in mtp)) == layers
+    assert all(row.hf.startswith(f"model.layers.{row.layer}.") for row in mtp)
+    assert rows[-len(mtp) :] == tuple(mtp) or not mtp
+    for row in rows:
+        assert (
+            (row.megatron is None)
+            == (row.region == "mtp")
+            == row.hf.startswith(mtp_prefixes(config) or ("-",))
+        )
+        if row.region == "mtp":
+            assert (row.part, row.expert, row.tp_axis) == (None, None, None)
+
+
+def test_the_mtp_layer_has_a_whole_sparse_layer_with_an_indexer_and_its_four_own():
+    rows = rows_by_name(with_mtp(1))
+    own = {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"}
+    last = {name.removeprefix("model.layers.78.") for name in rows if ".layers.78." in name}
+    full = {name.removeprefix("model.layers.74.") for name in rows if ".layers.74." in name}
+    assert last == full | own and full & own == set()
+
+
+def test_the_mtp_layer_of_a_shorter_model_has_that_model_s_number():
+    types = ["full", "shared", "shared", "full", "shared"]
+    config = with_mtp(
+        1, num_hidden_layers=5, indexer_types=types, layer_types=None, mlp_layer_types=None
+    )
+    mtp = {row.layer for row in hf_tensors(config) if row.megatron is None}
+    assert mtp == {5} and mtp_prefixes(config) == ("model.layers.5.",)
+
+
+def test_rows_by_layer_are_the_table_cut_by_layers():
+    config = load_glm_config("tiny")
+    grouped = rows_by_layer(config)
+    assert list(grouped) == [None, 0, 1, 2, 3, 4]
+    assert sorted(row.hf for rows in grouped.values() for row in rows) == sorted(
+        rows_by_name(config)
+    )
+    assert all(row.layer == layer for layer, rows in grouped.items() for row in rows)
 
 
 def test_only_full_layers_own_an_indexer():
