@@ -7,20 +7,28 @@ explicit value within one forward, with nothing stored between microbatches.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_xorl.layers.cache import LatentCache
-from megatron_xorl.layers.recompute import output_discarding_checkpoint
+from megatron_xorl.layers.recompute import freed
 
 __all__ = ["GlmTransformerLayer"]
 
 
 class GlmTransformerLayer(TransformerLayer):
     """Pre-norm layer: ``x + attention(norm(x))`` then ``x + mlp(norm(x))``; ``context`` is the selection ``[s, b, topk]``."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        # Freed here and not by Megatron's own way, see layers.recompute.
+        self.frees_norms = self.recompute_input_layernorm
+        self.recompute_input_layernorm = self.recompute_pre_mlp_layernorm = False
 
     def _forward_attention(
         self,
@@ -33,29 +41,33 @@ class GlmTransformerLayer(TransformerLayer):
     ) -> tuple[Tensor, Tensor]:
         """Attention half of the layer; the causal mask is the attention's own, ``attention_mask`` is not read."""
         del attention_mask
-        recomputed = None
-        if self.recompute_input_layernorm:
-            recomputed = output_discarding_checkpoint()
-            normed = recomputed.checkpoint(self.input_layernorm, hidden_states)
+
+        def attend(normed: Tensor) -> tuple[tuple[Tensor, None], Tensor]:
+            result: tuple[tuple[Tensor, None], Tensor] = self.self_attention(
+                normed,
+                selected=context,
+                packed_seq_params=packed_seq_params,
+                cache=inference_context,
+            )
+            return result
+
+        if self.frees_norms and self.training:
+            with freed(self.input_layernorm, hidden_states) as normed:
+                output, selected = attend(normed)
         else:
-            normed = self.input_layernorm(hidden_states)
-        output, selected = self.self_attention(
-            normed,
-            selected=context,
-            packed_seq_params=packed_seq_params,
-            cache=inference_context,
-        )
-        if recomputed is not None:
-            recomputed.discard_output_and_register_recompute(output[0])
+            output, selected = attend(self.input_layernorm(hidden_states))
         residual = self.self_attn_bda(self.training, self.config.bias_dropout_fusion)
         return residual(output, hidden_states, self.hidden_dropout), selected
 
-    def _forward_pre_mlp_layernorm(self, hidden_states: Tensor) -> Tensor:
-        """Megatron's own, but for the checkpoint's constructor."""
-        if not self.recompute_pre_mlp_layernorm:
-            normed: Tensor = super()._forward_pre_mlp_layernorm(hidden_states)
-            return normed
-        self.mlp_norm_manager = self.off_interface(self.offload_mlp_norm, hidden_states, "mlp_norm")
-        self.pre_mlp_norm_checkpoint = output_discarding_checkpoint()
-        with self.mlp_norm_manager as hidden:
-            return self.pre_mlp_norm_checkpoint.checkpoint(self.pre_mlp_layernorm, hidden)
+    def _forward_mlp(self, hidden_states: Tensor, *args: Any, **named: Any) -> Tensor:
+        """Megatron's own, but for the norm whose output is freed."""
+        if not (self.frees_norms and self.training):
+            result: Tensor = super()._forward_mlp(hidden_states, *args, **named)
+            return result
+        mlp = (
+            partial(tensor_parallel.checkpoint, self.mlp, False) if self.recompute_mlp else self.mlp
+        )
+        with freed(self.pre_mlp_layernorm, hidden_states) as normed:
+            output = mlp(normed)
+        result = self._forward_post_mlp(output, hidden_states)
+        return result

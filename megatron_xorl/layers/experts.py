@@ -23,7 +23,7 @@ from megatron_xorl.fp8.weight import FrozenWeight
 from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.linear import buffer_device, divide
 from megatron_xorl.layers.lora import LoraPair
-from megatron_xorl.layers.recompute import output_discarding_checkpoint, recomputed_modules
+from megatron_xorl.layers.recompute import freed, recomputed_modules
 
 __all__ = ["BankLinear", "ExpertBank"]
 
@@ -119,9 +119,8 @@ class ExpertBank(nn.Module):
         counts = tokens_per_expert.tolist()
         gate_up = self.linear_fc1(dispatched_input, counts)
         if self.recompute_activation and self.training:
-            activation = output_discarding_checkpoint()
-            output = self.linear_fc2(activation.checkpoint(swiglu, gate_up), counts)
-            activation.discard_output_and_register_recompute(output)
+            with freed(swiglu, gate_up) as activated:
+                output = self.linear_fc2(activated, counts)
         else:
             output = self.linear_fc2(swiglu(gate_up), counts)
         return (output * permuted_probs.unsqueeze(-1)).to(output.dtype), None

@@ -57,7 +57,8 @@ def generate(
     pad = glm.eos_token_id[0] if glm.pad_token_id is None else glm.pad_token_id
     result = input_ids.new_full((batch, width + max_new_tokens), pad)
     result[:, :width] = torch.where(_places(input_ids) < lengths.unsqueeze(1), input_ids, pad)
-    rows, ends, going = torch.arange(batch), lengths.clone(), lengths > 0
+    rows = torch.arange(batch, device=input_ids.device)
+    ends, going = lengths.clone(), lengths > 0
     stop = torch.tensor(glm.eos_token_id, device=input_ids.device)
     was_training = model.training
     model.eval()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_xorl.config.adapter import AdapterConfig
 from tests.training.harness import randomise, use_one_process
@@ -193,8 +194,58 @@ def test_without_the_hook_on_the_frozen_embedding_the_gradients_vanish(
     assert kept == ["lm_head.lora_A", "lm_head.lora_B"]
 
 
-def test_megatron_still_takes_fp8_false_for_fp8() -> None:
-    # When this fails, layers.recompute.output_discarding_checkpoint can use the constructor as it is.
-    from megatron.core.tensor_parallel import CheckpointWithoutOutput
+@pytest.mark.parametrize("module", ["layernorm", "mla_up_proj", "moe_act"])
+def test_what_is_computed_again_is_not_kept(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    from megatron_xorl.layers import attention, experts
 
-    assert CheckpointWithoutOutput().fp8 is True
+    seen: list[StorageWeakRef] = []
+
+    def watch(x: Tensor) -> None:
+        seen.append(StorageWeakRef(x.untyped_storage()))
+
+    attend, swiglu = attention.attend_selected, experts.swiglu
+    if module == "mla_up_proj":  # the absorbed, rotated queries
+        monkeypatch.setattr(
+            attention, "attend_selected", lambda q, *rest: (watch(q), attend(q, *rest))[1]
+        )
+    if module == "moe_act":
+        monkeypatch.setattr(experts, "swiglu", lambda x: (y := swiglu(x), watch(y))[0])
+    alive = []
+    for way in ({}, _selective(module)):
+        model = _model(tiny_dir, **way)
+        for name, part in model.named_modules():
+            if module == "layernorm" and name.endswith(("input_layernorm", "pre_mlp_layernorm")):
+                part.register_forward_hook(lambda _, __, out: watch(out))
+        seen.clear()
+        loss = _loss(model, 9)
+        alive.append((len(seen), sum(not storage.expired() for storage in seen)))
+        loss.backward()
+    count = {"layernorm": 8, "mla_up_proj": 4, "moe_act": 3}[module]
+    assert alive == [(count, count), (count, 0)]
+
+
+def test_a_freed_output_survives_a_second_backward() -> None:
+    use_one_process()
+    from megatron_xorl.layers.recompute import freed
+
+    x = torch.randn(5, 4, requires_grad=True)
+    w = torch.randn(4, 3, requires_grad=True)
+    calls = []
+
+    def function(value: Tensor) -> Tensor:
+        calls.append(1)
+        return value.tanh()
+
+    with freed(function, x) as y:
+        out = (y @ w).sum() + (y.t() * 2).sum() + (y[1:] @ w).sin().sum()
+    first = torch.autograd.grad(out, w, retain_graph=True)[0]
+    again = torch.autograd.grad(out, w)[0]
+    assert torch.equal(first, again)
+    plain = x.detach().tanh()
+    expected = torch.func.grad(
+        lambda v: (plain @ v).sum() + (plain.t() * 2).sum() + (plain[1:] @ v).sin().sum()
+    )(w.detach())
+    assert torch.allclose(first, expected, atol=1e-6)
+    assert len(calls) == 3  # forward, and once for each backward, whoever asks
