@@ -34,16 +34,22 @@ def make_tiny(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New or empty directory.")],
     seed: Annotated[int, typer.Option(help="Of the weights; the same seed, the same bytes.")] = 0,
     block: Annotated[int, typer.Option(help="FP8 block size: 16, 32, 64 or 128.")] = 32,
+    size: Annotated[
+        str | None,
+        typer.Option(help="A larger model of the same structure, of random bytes: 4GiB, 500MB."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a tiny GLM-5.2-FP8 checkpoint in Hugging Face format: config, tokenizer, safetensors."""
     from megatron_xorl.config.model import load_glm_config
     from megatron_xorl.convert import tiny
+    from megatron_xorl.convert.sized import parse_size
     from megatron_xorl.display import print_checkpoint
     from megatron_xorl.plan.checkpoint_bytes import checkpoint_bytes
     from megatron_xorl.weights.names import hf_tensors
 
-    tiny.make_tiny(out, seed=seed, block=block)
+    wanted = None if size is None else parse_size(size)
+    tiny.make_tiny(out, seed=seed, block=block, size=wanted)
     glm = load_glm_config(out)
     report = checkpoint_bytes(hf_tensors(glm)) | {"path": str(out.resolve()), "seed": seed}
     if as_json:

@@ -14,7 +14,7 @@ depend on the order of writing.
 
 Refuses an output directory that is not empty and a block that the geometry cannot be built from.
 
-    megatron-xorl make-tiny OUT [--seed N] [--block 128]
+    megatron-xorl make-tiny OUT [--seed N] [--block 128] [--size 4GiB]
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_xorl.config.model import GlmConfig, preset_dict
+from megatron_xorl.convert.sized import sized_config, write_sized
 from megatron_xorl.convert.tiny_tokenizer import END_TOKENS, PAD_TOKEN, special_ids, write_tokenizer
 from megatron_xorl.errors import WeightsError
 from megatron_xorl.fp8.format import quantize_blocks
@@ -55,7 +56,12 @@ _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def make_tiny(
-    out: Path, *, seed: int = 0, block: int | None = DEFAULT_BLOCK, shard_bytes: int | None = None
+    out: Path,
+    *,
+    seed: int = 0,
+    block: int | None = DEFAULT_BLOCK,
+    shard_bytes: int | None = None,
+    size: int | None = None,
 ) -> Path:
     """Write the checkpoint into ``out`` and return it; the same arguments write the same bytes.
 
@@ -63,10 +69,12 @@ def make_tiny(
         out: new or empty directory.
         seed: of the weights.
         block: ``weight_block_size`` (square), 16, 32, 64 or 128; None writes a bf16 checkpoint of the default geometry.
-        shard_bytes: largest shard; None gives about four shards.
+        shard_bytes: largest shard; None gives about four shards, or eight with ``size``.
+        size: bytes of a larger model of the same structure, with weights that are random bytes (``convert.sized``).
 
     Raises:
         WeightsError: ``out`` is not empty, or ``block`` is not one of the four.
+        ConfigError: ``size`` is too small for the structure.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -74,6 +82,8 @@ def make_tiny(
             f"{out} exists and is not an empty directory; make-tiny writes into a new one"
         )
     raw = tiny_config(block)
+    if size is not None:
+        raw = sized_config(raw, size)
     config = GlmConfig.from_dict(raw, "make-tiny")
     out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(out)
@@ -84,6 +94,9 @@ def make_tiny(
         "pad_token_id": raw["pad_token_id"],
     }
     _write_json(out / "generation_config.json", generation)
+    if size is not None:
+        write_sized(out, config, seed, shard_bytes)
+        return out
     tensors = tiny_tensors(config, seed)
     if shard_bytes is None:
         shard_bytes = math.ceil(sum(t.numel() * t.element_size() for t in tensors.values()) / 3.5)

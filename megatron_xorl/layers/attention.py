@@ -122,7 +122,7 @@ class SparseLatentAttention(MegatronModule):
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
         length = q_latent.shape[0] * (self.tp_group.size() if self.config.sequence_parallel else 1)
         visible = (
-            causal_keys(length, packed_seq_params, hidden_states.device)
+            causal_keys(length, packed_seq_params, hidden_states.device, q_latent.shape[1])
             if cache is None
             else cache.visible()
         )

@@ -26,7 +26,8 @@ from megatron_xorl.layers.experts import BankLinear
 from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.linear import AdaptedLinear, ColumnParallelLinear
 from megatron_xorl.weights.names import TensorRow, hf_tensors
-from megatron_xorl.weights.reader import HfCheckpoint, refuse_nonfinite
+from megatron_xorl.weights.opening import Checkpoint
+from megatron_xorl.weights.reader import refuse_nonfinite
 from megatron_xorl.weights.slices import owned_range, scale_range
 
 __all__ = ["install_head", "load_base", "megatron_modules"]
@@ -55,7 +56,7 @@ def install_head(model: nn.Module, glm: GlmConfig) -> None:
     )
 
 
-def load_base(model: nn.Module, checkpoint: HfCheckpoint, glm: GlmConfig) -> None:
+def load_base(model: nn.Module, checkpoint: Checkpoint, glm: GlmConfig) -> None:
     """Fill every base weight of ``model`` (one pipeline stage) from ``checkpoint``.
 
     Raises:
@@ -87,14 +88,14 @@ def _rows_of_stage(glm: GlmConfig, modules: dict[str, nn.Module]) -> dict[str, l
 
 
 def _fill_linear(
-    linear: AdaptedLinear, rows: list[TensorRow], checkpoint: HfCheckpoint, glm: GlmConfig
+    linear: AdaptedLinear, rows: list[TensorRow], checkpoint: Checkpoint, glm: GlmConfig
 ) -> None:
     pieces = [_read(row, checkpoint, glm, linear.tp_group) for row in rows]
     _set_weight(linear.base, _stack(pieces, rows, torch.cat), glm)
 
 
 def _fill_bank(
-    bank: BankLinear, rows: list[TensorRow], checkpoint: HfCheckpoint, glm: GlmConfig
+    bank: BankLinear, rows: list[TensorRow], checkpoint: Checkpoint, glm: GlmConfig
 ) -> None:
     local = bank.base.shape[0]
     first = parallel_state.get_expert_model_parallel_rank() * local
@@ -106,7 +107,7 @@ def _fill_bank(
     _set_weight(bank.base, _stack(experts, rows, torch.stack), glm)
 
 
-def _fill_tensor(target: Tensor, row: TensorRow, checkpoint: HfCheckpoint) -> None:
+def _fill_tensor(target: Tensor, row: TensorRow, checkpoint: Checkpoint) -> None:
     part = None
     if row.tp_axis is not None:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -118,7 +119,7 @@ def _fill_tensor(target: Tensor, row: TensorRow, checkpoint: HfCheckpoint) -> No
 
 
 def _read(
-    row: TensorRow, checkpoint: HfCheckpoint, glm: GlmConfig, group: dist.ProcessGroup
+    row: TensorRow, checkpoint: Checkpoint, glm: GlmConfig, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor | None]:
     """This rank's slice of a weight and of its scales (``None`` when the file holds no scales beside it)."""
     scale_name = f"{row.hf}_scale_inv"

@@ -125,15 +125,31 @@ def select_topk(
                 best = torch.arange(begin, end, device=key.device).masked_fill(~legal, -1)
             else:
                 scores = _scores(query[rows, row], key[begin:end, row], weights[rows, row])
-                values, best = scores.masked_fill(~legal, float("-inf")).topk(topk)
-                best = (best + begin).masked_fill(values == float("-inf"), -1)
+                best = _best(scores.masked_fill_(~legal, float("-inf")), topk, begin)
             selected[rows, row, : best.shape[-1]] = best.int()
     return selected
 
 
+def _best(scores: Tensor, topk: int, begin: int) -> Tensor:
+    """Slots of the ``topk`` largest of each row, counted from ``begin``, -1 where only -inf is left.
+
+    ReLU makes scores that are exactly zero, and equal. Of equal scores the earliest key is taken, so that the selection is a
+    function of the scores, not of how many keys are looked at together.
+    """
+    values, best = scores.topk(topk)
+    least = values[:, -1:]
+    tied = ((scores >= least).sum(-1) > topk) & (least.squeeze(1) > float("-inf"))
+    if tied.any():
+        rows, least = scores[tied], least[tied]
+        above, equal = rows > least, rows == least
+        equal &= equal.cumsum(-1) <= topk - above.sum(-1, keepdim=True)
+        best[tied] = (above | equal).nonzero()[:, 1].view(-1, topk)
+    return (best + begin).masked_fill(values == float("-inf"), -1)
+
+
 def _scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
     """``I[t, s]``, fp32 ``[q, k]``, of ``[q, heads, d]``, ``[k, d]`` and ``[q, heads]``."""
-    # All index heads share the keys, so queries and heads are rows of one product.
+    # All index heads share the keys, so queries and heads are rows of one product; what follows works in its place.
     scores = query.float().flatten(0, 1) @ key.float().t()
-    scores = torch.relu(scores * query.shape[-1] ** -0.5).view(*query.shape[:2], -1)
+    scores = torch.relu_(scores.mul_(query.shape[-1] ** -0.5)).view(*query.shape[:2], -1)
     return (weights.unsqueeze(1) @ scores).squeeze(1)

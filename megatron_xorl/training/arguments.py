@@ -18,6 +18,7 @@ from megatron_xorl.config.model import GlmConfig
 from megatron_xorl.config.stages import megatron_layout, pipeline_stages
 from megatron_xorl.errors import ConfigError
 from megatron_xorl.specs import model_fields
+from megatron_xorl.training.recompute_arguments import recompute_faults
 
 __all__ = [
     "RULES",
@@ -123,6 +124,7 @@ def check_arguments(args: Namespace) -> None:
             "sequence_parallel is off at tensor_model_parallel_size > 1: adapter gradients are summed over the tensor group "
             "only with it; pass --sequence-parallel"
         )
+    faults += recompute_faults(args, args.num_layers)
     if faults:
         raise ConfigError(
             "these Megatron arguments cannot be used with adapters on a frozen base:\n  "

@@ -2,7 +2,8 @@
 
 One idea: the training forward is the generation forward. The same model runs with a ``layers.cache.LatentCache`` as Megatron's
 ``inference_context``; logits of prefill and decoding are those of the full forward up to the rounding of other matrix shapes. A
-token stands in the cache slot of its position, so prompts of different lengths share a batch, padded at the end. It is made for judging adapters (``megatron-xorl recall``) and for tests, not for serving.
+token stands in the cache slot of its position, so prompts of different lengths share a batch, padded at the end. It is made for
+judging adapters (``megatron-xorl recall``) and for tests, not for serving.
 
 Refused: a pipeline of several stages, ranks that ask for different prompts, a length beyond ``max_position_embeddings``.
 """
@@ -18,8 +19,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from megatron_xorl.errors import ConfigError, DataError, LayoutError
+from megatron_xorl.errors import ConfigError, DataError, LayoutError, MegatronXorlError
 from megatron_xorl.layers.cache import LatentCache
+from megatron_xorl.training.model import check_token_ids
 
 __all__ = ["cached_logits", "generate", "new_cache"]
 
@@ -142,47 +144,69 @@ def _places(input_ids: Tensor) -> Tensor:
 def _checked(
     model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Tensor | None
 ) -> Tensor:
-    """Prompt lengths ``[b]`` of prompts that can be continued."""
+    """Prompt lengths ``[b]`` of prompts that can be continued, the same on every rank.
+
+    Ranks that went different ways would wait for each other forever, in the experts' exchange or here: what one rank refuses,
+    all refuse.
+    """
+    problem: MegatronXorlError | None = None
+    asked = ""
+    try:
+        lengths = _prompt_lengths(model, input_ids, max_new_tokens, lengths)
+        asked = str((input_ids.tolist(), lengths.tolist(), max_new_tokens))
+    except MegatronXorlError as error:
+        problem = error
+    if dist.get_world_size() > 1:
+        mine = (hashlib.sha256(asked.encode()).digest(), None if problem is None else str(problem))
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        said = [(rank, text) for rank, (_, text) in enumerate(found) if text is not None]
+        if problem is None and said:
+            raise DataError(f"rank {said[0][0]} refused its prompts: {said[0][1]}")
+        if problem is None and len({digest for digest, _ in found}) > 1:
+            raise LayoutError(
+                "ranks passed different prompts to generate; pass the same prompts on every rank, or generate in one process each"
+            )
+    if problem is not None:
+        raise problem
+    assert lengths is not None
+    return lengths
+
+
+def _prompt_lengths(
+    model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Tensor | None
+) -> Tensor:
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     if stages > 1:
         raise LayoutError(
             f"generation runs the whole model on every rank, found {stages} pipeline stages; use pp=1"
         )
-    glm = model.glm_config
-    if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
+    check_token_ids(model, input_ids)
+    if (
+        not isinstance(max_new_tokens, int)
+        or isinstance(max_new_tokens, bool)
+        or max_new_tokens < 1
+    ):
         raise DataError(
-            f"input_ids is {input_ids.dtype} {list(input_ids.shape)}, expected int64 [batch, tokens] with at least one token"
+            f"max_new_tokens is {max_new_tokens!r}, expected a whole number of at least 1"
         )
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= glm.vocab_size:
-        raise DataError(
-            f"input_ids holds tokens {int(input_ids.min())} to {int(input_ids.max())}, expected 0 to {glm.vocab_size - 1}"
-        )
-    if max_new_tokens < 1:
-        raise DataError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
-    batch, width = input_ids.shape
-    if width + max_new_tokens > glm.max_position_embeddings:
+    (batch, width), most = input_ids.shape, model.glm_config.max_position_embeddings
+    if width + max_new_tokens > most:
         raise ConfigError(
-            f"{width} tokens and {max_new_tokens} new ones exceed max_position_embeddings ({glm.max_position_embeddings}); "
+            f"{width} tokens and {max_new_tokens} new ones exceed max_position_embeddings ({most}); "
             "shorten the prompt or lower max_new_tokens"
         )
-    lengths = torch.full((batch,), width) if lengths is None else lengths.to(torch.int64)
-    lengths = lengths.to(input_ids.device)
-    if lengths.shape != (batch,) or int(lengths.min()) < 1 or int(lengths.max()) > width:
+    if lengths is None:
+        return torch.full((batch,), width, device=input_ids.device)
+    whole = isinstance(lengths, Tensor) and lengths.dtype in (torch.int32, torch.int64)
+    if (
+        not whole
+        or lengths.shape != (batch,)
+        or int(lengths.min()) < 1
+        or int(lengths.max()) > width
+    ):
+        found = lengths.tolist() if isinstance(lengths, Tensor) else lengths
         raise DataError(
-            f"prompt_lengths is {lengths.tolist()}, expected {batch} numbers from 1 to {width}"
+            f"prompt_lengths is {found}, expected a tensor of {batch} whole numbers from 1 to {width}"
         )
-    _refuse_different_prompts(input_ids, lengths)
-    return lengths
-
-
-def _refuse_different_prompts(input_ids: Tensor, lengths: Tensor) -> None:
-    """Ranks that went different ways would wait for each other forever in the experts' exchange."""
-    if dist.get_world_size() == 1:
-        return
-    mine = hashlib.sha256(str((input_ids.tolist(), lengths.tolist())).encode()).digest()
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    if len(set(found)) > 1:
-        raise LayoutError(
-            "ranks passed different prompts to generate; pass the same prompts on every rank, or generate in one process each"
-        )
+    return lengths.to(input_ids.device, torch.int64)

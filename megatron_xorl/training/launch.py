@@ -39,7 +39,7 @@ from megatron_xorl.training.model import attach_adapters, prepare_model
 from megatron_xorl.training.resume import run_identity
 from megatron_xorl.training.run_lock import hold_lock
 from megatron_xorl.training.seams import Seams, install_seams
-from megatron_xorl.weights.reader import HfCheckpoint
+from megatron_xorl.weights.opening import Checkpoint, open_checkpoint
 
 __all__ = ["ADAPTER_VARIABLE", "MODEL_VARIABLE", "Launch", "launch_for"]
 
@@ -56,7 +56,7 @@ class Launch:
     model_dir: Path
     glm: GlmConfig
     adapter: AdapterConfig
-    checkpoint: HfCheckpoint
+    checkpoint: Checkpoint
     seed: int
     keep_last: int | None
     base_fingerprint: str = ""
@@ -175,7 +175,7 @@ def launch_for(config: Any) -> Launch:
         model_dir=model_dir,
         glm=glm,
         adapter=adapter,
-        checkpoint=HfCheckpoint(model_dir),
+        checkpoint=open_checkpoint(model_dir),
         seed=args.seed,
         keep_last=getattr(args, "keep_last", None),
     )

@@ -12,7 +12,6 @@ the spec (``megatron_xorl.specs``).
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import torch
@@ -33,12 +32,13 @@ from megatron_xorl.layers.base import install_head, load_base
 from megatron_xorl.parallel.layout import current_layout
 from megatron_xorl.specs import block_spec, transformer_config
 from megatron_xorl.weights.fingerprint import fingerprint
-from megatron_xorl.weights.reader import HfCheckpoint
+from megatron_xorl.weights.opening import Checkpoint, open_checkpoint
 
 __all__ = [
     "DTYPE_NAMES",
     "attach_adapters",
     "build_model",
+    "check_token_ids",
     "forward_logits",
     "load_model",
     "prepare_model",
@@ -84,7 +84,7 @@ def load_model(
     """Build the model of a Hugging Face directory on this rank and load its base, frozen.
 
     Args:
-        hf_dir: directory with ``config.json`` and safetensors shards, FP8 or BF16.
+        hf_dir: directory with ``config.json`` and safetensors shards, FP8 or BF16, or what ``megatron-xorl import`` made of one.
         adapters: attach these at once (see :func:`attach_adapters`).
         dtype: compute dtype; FP8 codes and scales keep the file's bytes either way.
 
@@ -93,13 +93,13 @@ def load_model(
     """
     glm = load_glm_config(hf_dir)
     model = build_model(glm, dtype=dtype)
-    prepare_model(model, glm, HfCheckpoint(hf_dir))
+    prepare_model(model, glm, open_checkpoint(hf_dir))
     if adapters is not None:
         attach_adapters(model, adapters)
     return model
 
 
-def prepare_model(model: nn.Module, glm: GlmConfig, checkpoint: HfCheckpoint) -> None:
+def prepare_model(model: nn.Module, glm: GlmConfig, checkpoint: Checkpoint) -> None:
     """Load the base from ``checkpoint`` into a built model and freeze it.
 
     Raises:
@@ -119,7 +119,7 @@ def prepare_model(model: nn.Module, glm: GlmConfig, checkpoint: HfCheckpoint) ->
     model.base_fingerprint = _shared_fingerprint(glm, checkpoint)
 
 
-def _shared_fingerprint(glm: GlmConfig, checkpoint: HfCheckpoint) -> str:
+def _shared_fingerprint(glm: GlmConfig, checkpoint: Checkpoint) -> str:
     """Fingerprint of the base, computed by rank 0 and told to the others."""
     box = [fingerprint(glm, checkpoint) if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(box, src=0)
@@ -166,11 +166,11 @@ def forward_logits(
         fp32 ``[b, s, vocab]``, the full vocabulary without padding.
 
     Raises:
-        DataError: ``cu_seqlens`` are not bounds of documents in one row.
+        DataError, ConfigError: the ids are not this model's, or ``cu_seqlens`` are not bounds of documents in one row.
     """
+    check_token_ids(model, input_ids)
     packed = None
     if cu_seqlens is not None:
-        _check_bounds(cu_seqlens, input_ids)
         packed = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens
         )
@@ -188,17 +188,28 @@ def forward_logits(
     return logits[:, : input_ids.shape[1], : model.glm_config.vocab_size].float()
 
 
-def _check_bounds(cu_seqlens: Tensor, input_ids: Tensor) -> None:
-    bounds = cu_seqlens.tolist()
-    rising = all(a < b for a, b in itertools.pairwise(bounds))
-    if (
-        input_ids.shape[0] != 1
-        or len(bounds) < 2
-        or bounds[0] != 0
-        or not rising
-        or bounds[-1] > input_ids.shape[1]
-    ):
+def check_token_ids(model: nn.Module, input_ids: Tensor) -> None:
+    """Return if ``input_ids`` are token ids that ``model`` can read.
+
+    Raises:
+        DataError: they are not int64 ``[b, s]`` with a token at least, or one is outside the vocabulary.
+        ConfigError: a row is longer than ``max_position_embeddings``.
+    """
+    glm = model.glm_config
+    if not isinstance(input_ids, Tensor):
         raise DataError(
-            f"cu_seqlens is {bounds} for ids of shape {list(input_ids.shape)}, expected 0 first, then the end of each document, "
-            "rising, at most the tokens of the one row"
+            f"input_ids is a {type(input_ids).__name__}, expected an int64 tensor [batch, tokens]"
+        )
+    if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
+        raise DataError(
+            f"input_ids is {input_ids.dtype} {list(input_ids.shape)}, expected int64 [batch, tokens] with at least one token"
+        )
+    least, most = int(input_ids.min()), int(input_ids.max())
+    if least < 0 or most >= glm.vocab_size:
+        raise DataError(
+            f"input_ids holds tokens {least} to {most}, expected 0 to {glm.vocab_size - 1}"
+        )
+    if input_ids.shape[1] > glm.max_position_embeddings:
+        raise ConfigError(
+            f"{input_ids.shape[1]} tokens exceed max_position_embeddings ({glm.max_position_embeddings}); cut the rows"
         )

@@ -7,11 +7,10 @@ compared with the assistant's.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -78,28 +77,65 @@ def recall(run: RunConfig, adapter: str | Path | None) -> dict[str, Any]:
     if adapter is not None:
         load_adapter(model, adapter)
     pairs = []
-    for batch in itertools.batched(read_pairs(Path(run.data.train)), BATCH):
-        for (messages, expected), got in zip(batch, _answers(model, tokenizer, batch), strict=True):
-            prompt = messages[-1]["content"]
+    questions = [_question(pair, tokenizer) for pair in read_pairs(Path(run.data.train))]
+    for batch in _batches(questions, model.glm_config.max_position_embeddings):
+        for question, got in zip(batch, _answers(model, tokenizer, batch), strict=True):
+            expected = question.expected
             pairs.append(
-                {"prompt": prompt, "expected": expected, "got": got, "exact": got == expected}
+                {
+                    "prompt": question.text,
+                    "expected": expected,
+                    "got": got,
+                    "exact": got == expected,
+                }
             )
     return {"pairs": pairs, "exact": sum(pair["exact"] for pair in pairs), "total": len(pairs)}
 
 
-def _answers(
-    model: nn.Module, tokenizer: ChatTokenizer, batch: Sequence[tuple[Sequence[Message], str]]
-) -> list[str]:
-    """What the model says to each prompt of ``batch``; a little longer than expected, where it does not end."""
-    prompts = [torch.tensor(generation_prompt(messages, tokenizer)) for messages, _ in batch]
+class _Question(NamedTuple):
+    text: str
+    prompt: list[int]
+    expected: str
+    budget: int
+    """New tokens: a little more than the expected answer has."""
+
+
+def _question(pair: tuple[Sequence[Message], str], tokenizer: ChatTokenizer) -> _Question:
+    messages, expected = pair
+    prompt = generation_prompt(messages, tokenizer)
+    budget = len(tokenizer.encode(expected)) + SURPLUS
+    return _Question(messages[-1]["content"], prompt, expected, budget)
+
+
+def _batches(questions: Iterable[_Question], most: int) -> Iterator[list[_Question]]:
+    """Up to :data:`BATCH` questions, in order, of which the longest prompt and the largest budget fit into ``most`` tokens."""
+    batch: list[_Question] = []
+    for question in questions:
+        room = most - len(question.prompt)
+        question = question._replace(budget=min(question.budget, room))
+        together = [*batch, question]
+        width = max(len(one.prompt) for one in together)
+        if len(batch) == BATCH or width + max(one.budget for one in together) > most:
+            yield batch
+            batch = []
+        batch.append(question)
+    if batch:
+        yield batch
+
+
+def _answers(model: nn.Module, tokenizer: ChatTokenizer, batch: Sequence[_Question]) -> list[str]:
+    """What the model says to each question; up to its budget, where it does not end."""
+    prompts = [torch.tensor(question.prompt) for question in batch]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    budgets = [len(tokenizer.encode(expected)) + SURPLUS for _, expected in batch]
     rows = generate(
-        model, pad_sequence(prompts, batch_first=True), max(budgets), prompt_lengths=lengths
+        model,
+        pad_sequence(prompts, batch_first=True),
+        max(question.budget for question in batch),
+        prompt_lengths=lengths,
     )
     texts = []
-    for row, length, budget in zip(rows.tolist(), lengths.tolist(), budgets, strict=True):
-        said = row[length : length + budget]
+    for row, length, question in zip(rows.tolist(), lengths.tolist(), batch, strict=True):
+        said = row[length : length + question.budget]
         ends = [place for place, token in enumerate(said) if token in model.glm_config.eos_token_id]
         texts.append(tokenizer.decode(said[: ends[0]] if ends else said))
     return texts

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import yaml
@@ -35,7 +35,7 @@ from megatron_xorl.training.resume import (
 )
 from megatron_xorl.weights.fingerprint import fingerprint
 from megatron_xorl.weights.manifest import read_manifest, verify_files
-from megatron_xorl.weights.reader import HfCheckpoint
+from megatron_xorl.weights.opening import Checkpoint, open_checkpoint
 
 __all__ = ["check_run", "launch_command", "pretrain_arguments", "train"]
 
@@ -55,13 +55,13 @@ def check_run(run: RunConfig, nproc: int) -> None:
     )
     check_layout(glm, layout)
     _check_cuts(run, glm)
-    check_extra_arguments(run)
+    check_extra_arguments(run, glm.num_hidden_layers)
     for path in (Path(run.output), run.checkpoint_dir):
         _check_writable(path)
     check_available(run.adapter)
     build_inventory(glm, run.adapter)
     check_batches(micro=run.batch.micro, global_batch=run.batch.global_, data_parallel=layout.dp)
-    base = HfCheckpoint(run.model.path)
+    base = open_checkpoint(run.model.path)
     base.validate(glm)
     data = ChatDataset(
         run.data.train,
@@ -98,7 +98,7 @@ def _check_writable(path: Path) -> None:
         )
 
 
-def _check_resume(run: RunConfig, glm: GlmConfig, base: HfCheckpoint) -> None:
+def _check_resume(run: RunConfig, glm: GlmConfig, base: Checkpoint) -> None:
     """Refuse a checkpoint of another run before any rank is started; the ranks verify its content when they load it."""
     iteration = latest_iteration(run.checkpoint_dir)
     if iteration is None:
@@ -141,15 +141,15 @@ def _check_schedule(run: RunConfig, directory: Path, saved: Mapping[str, Any]) -
 
 def pretrain_arguments(run: RunConfig) -> list[str]:
     """Arguments of ``python -m megatron_xorl.pretrain`` for a run."""
-    extra = {name.replace("_", "-"): value for name, value in run.megatron_args.items()}
-    return _spell(_own_arguments(run)) + _spell(extra)
+    return _spell(_own_arguments(run)) + _spell(_dashed(run.megatron_args))
 
 
-def check_extra_arguments(run: RunConfig) -> None:
+def check_extra_arguments(run: RunConfig, layers: int) -> None:
     """Check ``megatron_args``: each is an argument of Megatron's, allowed with adapters, and not one that a run key sets.
 
     Raises:
-        ConfigError: names the argument and, if there is one, the run key or the nearest argument.
+        ConfigError: names the argument and, if there is one, the run key or the nearest argument; or what Megatron's parser
+            says of its value.
     """
     given = run.megatron_args
     if not 1 <= run.seed < 2**31:
@@ -167,8 +167,9 @@ def check_extra_arguments(run: RunConfig) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_xorl.training.arguments import RULES
+    from megatron_xorl.training.recompute_arguments import recompute_faults
 
-    parser = add_megatron_arguments(argparse.ArgumentParser(add_help=False))
+    parser = add_megatron_arguments(_Parser(add_help=False))
     known = {option.lstrip("-").replace("-", "_") for option in parser._option_string_actions}
     for name, value in given.items():
         if name not in known:
@@ -178,6 +179,20 @@ def check_extra_arguments(run: RunConfig) -> None:
         for rule in RULES:
             if rule.name == name and value not in rule.allowed:
                 raise ConfigError(f"megatron_args.{name} is {value!r}: {rule.reason}; leave it out")
+    parsed = parser.parse_args(_spell(_dashed(given)))
+    if faults := recompute_faults(parsed, layers):
+        raise ConfigError(f"megatron_args: {'; '.join(faults)}")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with an argument's value in our own form."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"megatron_args: {message}")
+
+
+def _dashed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.replace("_", "-"): value for name, value in values.items()}
 
 
 def _own_arguments(run: RunConfig) -> dict[str, Any]:

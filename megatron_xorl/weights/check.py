@@ -24,7 +24,7 @@ from megatron_xorl.weights.shards import Entry
 
 if TYPE_CHECKING:
     from megatron_xorl.config.model import GlmConfig
-    from megatron_xorl.weights.reader import HfCheckpoint
+    from megatron_xorl.weights.opening import Checkpoint
 
 __all__ = ["check_checkpoint"]
 
@@ -37,7 +37,7 @@ _SHIPPED_MISSPELLING = (
 )
 
 
-def check_checkpoint(checkpoint: HfCheckpoint, config: GlmConfig) -> None:
+def check_checkpoint(checkpoint: Checkpoint, config: GlmConfig) -> None:
     """Raise one ``WeightsError`` with every problem of ``checkpoint`` as a checkpoint of ``config``; warn on what is only odd.
 
     Raises:
@@ -61,7 +61,7 @@ def check_checkpoint(checkpoint: HfCheckpoint, config: GlmConfig) -> None:
         raise WeightsError(_message(checkpoint, problems))
 
 
-def _message(checkpoint: HfCheckpoint, problems: list[str]) -> str:
+def _message(checkpoint: Checkpoint, problems: list[str]) -> str:
     if len(problems) == 1:
         return f"{checkpoint.directory}: {problems[0]}"
     shown = "".join(f"\n  {problem}" for problem in problems[:_SHOWN])
@@ -69,7 +69,7 @@ def _message(checkpoint: HfCheckpoint, problems: list[str]) -> str:
     return f"{checkpoint.directory}: {len(problems)} problems:{shown}{more}"
 
 
-def _read_headers(checkpoint: HfCheckpoint) -> tuple[dict[str, Entry], list[str]]:
+def _read_headers(checkpoint: Checkpoint) -> tuple[dict[str, Entry], list[str]]:
     """Entries of every readable shard; problems of shards, of the index against them, and names in two shards."""
     entries: dict[str, Entry] = {}
     home: dict[str, str] = {}
@@ -101,7 +101,7 @@ def _read_headers(checkpoint: HfCheckpoint) -> tuple[dict[str, Entry], list[str]
     return entries, problems
 
 
-def _names(checkpoint: HfCheckpoint, config: GlmConfig) -> Iterator[str]:
+def _names(checkpoint: Checkpoint, config: GlmConfig) -> Iterator[str]:
     rows = rows_by_name(config)
     held = [name for name in checkpoint.names() if not name.endswith(SCALE_SUFFIX)]
     missing = [name for name in rows if name not in checkpoint]
@@ -148,12 +148,13 @@ def _tensor(row: TensorRow, entry: Entry, has_scale: bool) -> Iterator[str]:
             "%s is bf16: its fp32 values are lost in this file and expert choice differs; use the original",
             row.hf,
         )
-    elif entry.dtype != expected:
+    elif entry.dtype != expected and (entry.dtype, expected) != ("F32", "BF16"):
+        # Wider values lose nothing: what `import --dtype fp32` writes, or a master copy.
         yield f"{row.hf} is {entry.dtype}, expected {expected}; convert the checkpoint with its own tool or fetch the original"
 
 
 def _scale(
-    checkpoint: HfCheckpoint,
+    checkpoint: Checkpoint,
     name: str,
     entry: Entry,
     entries: dict[str, Entry],
@@ -188,7 +189,7 @@ def _scale(
             )
 
 
-def _unmatched(checkpoint: HfCheckpoint) -> Iterator[str]:
+def _unmatched(checkpoint: Checkpoint) -> Iterator[str]:
     """Warn of ``modules_to_not_convert`` entries that name no module: they protect nothing."""
     path = checkpoint.directory / "config.json"
     if not path.is_file():
@@ -213,7 +214,7 @@ def _unmatched(checkpoint: HfCheckpoint) -> Iterator[str]:
             )
 
 
-def _modules(checkpoint: HfCheckpoint) -> set[str]:
+def _modules(checkpoint: Checkpoint) -> set[str]:
     """Every module path of the checkpoint, parents included."""
     modules: set[str] = set()
     for name in checkpoint.names():

@@ -18,7 +18,7 @@ from megatron_xorl.weights.shards import Entry
 
 if TYPE_CHECKING:
     from megatron_xorl.config.model import GlmConfig
-    from megatron_xorl.weights.reader import HfCheckpoint
+    from megatron_xorl.weights.opening import Checkpoint
 
 __all__ = ["fingerprint", "sample_ranges"]
 
@@ -36,7 +36,7 @@ NOT_SEMANTIC = (
 """Config fields that change no value the model computes from given weights and tokens."""
 
 
-def fingerprint(config: GlmConfig, checkpoint: HfCheckpoint) -> str:
+def fingerprint(config: GlmConfig, checkpoint: Checkpoint) -> str:
     """Return the fingerprint, 64 hexadecimal digits.
 
     Raises:
@@ -61,7 +61,7 @@ def sample_ranges(size: int) -> list[tuple[int, int]]:
     return [(0, EDGE_BYTES), *middle, (size - EDGE_BYTES, size)]
 
 
-def _tensor_digests(checkpoint: HfCheckpoint) -> dict[str, bytes]:
+def _tensor_digests(checkpoint: Checkpoint) -> dict[str, bytes]:
     """SHA-256 of each tensor's name, dtype, shape and samples, read shard by shard in file order, as a disk likes it."""
     by_shard: dict[str, list[tuple[str, Entry]]] = defaultdict(list)
     for name in checkpoint.names():

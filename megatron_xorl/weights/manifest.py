@@ -33,7 +33,9 @@ def describe_files(directory: Path, names: list[str]) -> dict[str, dict[str, Any
 
 def write_manifest(directory: Path, document: dict[str, Any]) -> None:
     """Write the manifest and flush it and the directory; ``document["files"]`` holds what :func:`describe_files` returned."""
-    document = json.loads(json.dumps(document))  # as it will be read back: tuples are lists, keys are strings
+    document = json.loads(
+        json.dumps(document)
+    )  # as it will be read back: tuples are lists, keys are strings
     path = directory / MANIFEST
     partial = directory / f"{MANIFEST}.partial"
     with open(partial, "w", encoding="utf-8") as stream:

@@ -144,18 +144,74 @@ def test_no_layer_selects_a_key_of_another_document(case: ParityCase) -> None:
         assert torch.equal((~free).sum(-1), (places - start + 1).clamp(max=32)), layer
 
 
-@pytest.mark.parametrize(
-    "bounds",
-    [[0], [1, 10], [0, 5, 5, 10], [0, 7, 3], [0, 11]],
-    ids=["no document", "not from zero", "an empty one", "falling", "beyond the row"],
-)
+BOUNDS: dict[str, Any] = {
+    "no document": torch.tensor([0]),
+    "not from zero": torch.tensor([1, 10]),
+    "falling": torch.tensor([0, 7, 3]),
+    "beyond the row": torch.tensor([0, 11]),
+    "nothing in them": torch.tensor([0, 0]),
+    "negative": torch.tensor([0, -4, 10]),
+    "floats": torch.tensor([0.0, 5.5, 10.0]),
+    "flags": torch.tensor([False, True]),
+    "one number": torch.tensor(10),
+    "empty": torch.tensor([], dtype=torch.int64),
+    "a list": [0, 10],
+}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS)
 def test_bounds_that_are_not_documents_of_the_row_are_refused(
-    case: ParityCase, bounds: list[int]
+    case: ParityCase, bounds: str
 ) -> None:
-    with pytest.raises(DataError, match="cu_seqlens is"):
-        case.logits(token_ids(1, 10), cu_seqlens=torch.tensor(bounds))
+    with pytest.raises(DataError, match=r"cu_seqlens_q is .*row of 10 tokens"):
+        case.logits(token_ids(1, 10), cu_seqlens=BOUNDS[bounds])
 
 
 def test_packing_in_a_batch_of_two_rows_is_refused(case: ParityCase) -> None:
-    with pytest.raises(DataError, match=r"\[2, 10\]"):
+    with pytest.raises(DataError, match="2 rows"):
         case.logits(token_ids(2, 10), cu_seqlens=torch.tensor([0, 10]))
+
+
+def test_an_empty_document_at_the_end_of_the_bounds_changes_nothing(case: ParityCase) -> None:
+    # Bounds are often kept at one length by repeating the last.
+    ids = token_ids(1, 60)
+    plain = case.logits(ids, cu_seqlens=torch.tensor([0, 40, 60]))
+    assert torch.equal(case.logits(ids, cu_seqlens=torch.tensor([0, 40, 60, 60])), plain)
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"qkv_format": "sbhd"}, "'sbhd'"),
+        ({"cu_seqlens_q": None, "cu_seqlens_kv": None}, "cu_seqlens_q is None"),
+        ({"cu_seqlens_kv": torch.tensor([0, 6, 10])}, "differs from cu_seqlens_q"),
+        ({"cu_seqlens_q_padded": torch.tensor([1, 5, 10])}, "cu_seqlens_q_padded is"),
+        ({"cu_seqlens_q_padded": torch.tensor([0, 3, 10])}, "too little room"),
+        ({"cu_seqlens_q_padded": torch.tensor([0, 10])}, "too little room"),
+    ],
+    ids=str,
+)
+def test_packing_parameters_of_a_launch_script_are_held_to_the_same(
+    case: ParityCase, params: dict[str, Any], says: str
+) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    bounds = torch.tensor([0, 5, 10])
+    given = {"qkv_format": "thd", "cu_seqlens_q": bounds, "cu_seqlens_kv": bounds} | params
+    with pytest.raises(DataError, match=says):
+        case.model(token_ids(1, 10), None, None, packed_seq_params=PackedSeqParams(**given))
+
+
+def test_documents_padded_one_by_one_give_the_logits_they_give_alone(case: ParityCase) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    lengths, room = [45, 9, 40], [48, 12, 44]
+    ids = token_ids(1, sum(room))
+    parts = [part[:, :n] for part, n in zip(ids.split(room, dim=1), lengths, strict=True)]
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=_bounds(lengths), cu_seqlens_q_padded=_bounds(room)
+    )
+    with torch.no_grad():
+        logits = case.model(ids, None, None, packed_seq_params=packed).float()
+    for part, found, n in zip(parts, logits.split(room, dim=1), lengths, strict=True):
+        assert relative(found[:, :n], case.logits(part)) <= LIMIT

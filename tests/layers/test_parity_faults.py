@@ -32,7 +32,7 @@ def _half_split_main_rope(case: ParityCase, patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_relu(case: ParityCase, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch, "relu", lambda x: x)
+    patch.setattr(torch, "relu_", lambda x: x)
 
 
 def _ignored_scales(case: ParityCase, patch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,33 @@ def test_the_chunked_selection_is_the_dense_one(bounds: list[int], score_bytes: 
         assert len(set(chosen)) == len(chosen)  # no key twice
 
 
+@pytest.mark.parametrize("topk", [1, 5, 16])
+def test_of_equal_scores_the_earliest_key_is_taken_however_many_are_looked_at(topk: int) -> None:
+    use_one_process()
+    from megatron_xorl.layers import indexer
+    from megatron_xorl.layers.visible import causal_keys
+    from tests.training.harness import index_sets
+
+    # Small whole numbers: products are exact, and most scores are zero or equal.
+    generator = torch.Generator().manual_seed(5)
+    query = torch.randint(-1, 2, (70, 1, 2, 4), generator=generator).float()
+    key = torch.randint(-1, 2, (70, 1, 4), generator=generator).float()
+    weights = torch.randint(-1, 2, (70, 1, 2), generator=generator).float()
+    expected = torch.zeros(1, 70, 70, dtype=torch.bool)
+    for place in range(70):
+        scores = (
+            torch.relu(query[place, 0] @ key[: place + 1, 0].T * 0.5) * weights[place, 0, :, None]
+        ).sum(0)
+        order = sorted(range(place + 1), key=lambda slot: (-scores[slot].item(), slot))
+        expected[0, place, order[:topk]] = True
+    for score_bytes in (1, 2000, 1 << 30):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(indexer, "SCORE_BYTES", score_bytes)
+            visible = causal_keys(70, None, query.device)
+            selected = indexer.select_topk(query, key, weights, visible, topk)
+        assert torch.equal(index_sets(selected), expected)
+
+
 @pytest.mark.parametrize("length", [1, 7, 15, 16, 17])
 def test_sequences_around_topk_select_no_more_than_there_is(length: int) -> None:
     use_one_process()

@@ -21,7 +21,7 @@ def check_every_rule() -> list[dict[str, Any]]:
     from megatron_xorl.training.arguments import RULES, check_arguments
 
     good = {rule.name: rule.allowed[0] for rule in RULES}
-    good |= {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+    good |= {"tensor_model_parallel_size": 1, "sequence_parallel": False, "num_layers": 4}
     check_arguments(Namespace(**good))
     found = []
     for rule in RULES:

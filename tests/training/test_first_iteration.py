@@ -27,7 +27,9 @@ def test_a_gradient_on_a_frozen_factor_is_a_fault_and_a_sound_model_is_checked_o
     Launch.check_first_iteration(launch, iteration=1)
     assert launch.unchecked == []
 
-    frozen = next(param for factor, _, param in named_factors(model).values() if not factor.trainable)
+    frozen = next(
+        param for factor, _, param in named_factors(model).values() if not factor.trainable
+    )
     frozen.grad = torch.zeros_like(frozen)
     launch.unchecked.append(model)
     with pytest.raises(AdapterError, match="is frozen and has a gradient"):

@@ -199,11 +199,17 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nothing": ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, DataError, r"\[1, 0\]"),
     "a token beyond the vocabulary": ({"input_ids": torch.tensor([[1, 99999]])}, DataError, "1 to 99999"),
     "a negative token": ({"input_ids": torch.tensor([[1, -100]])}, DataError, "-100 to 1"),
+    "a list": ({"input_ids": [[1, 2]]}, DataError, "is a list"),
     "no new token": ({"max_new_tokens": 0}, DataError, "max_new_tokens is 0"),
+    "half a token": ({"max_new_tokens": 1.5}, DataError, "max_new_tokens is 1.5"),
+    "true": ({"max_new_tokens": True}, DataError, "max_new_tokens is True"),
+    "broken lengths": ({"prompt_lengths": torch.tensor([3.5, 4.0])}, DataError, r"\[3.5, 4.0\]"),
+    "a list of lengths": ({"prompt_lengths": [4, 4]}, DataError, "expected a tensor"),
+    "rows too long": ({"input_ids": torch.zeros(1, 5000, dtype=torch.int64)}, ConfigError, "5000 tokens exceed"),
     "too long": ({"max_new_tokens": 10**7}, ConfigError, "max_position_embeddings"),
     "an empty prompt": ({"prompt_lengths": torch.tensor([4, 0])}, DataError, r"\[4, 0\].*1 to 4"),
     "a prompt longer than its row": ({"prompt_lengths": torch.tensor([5, 1])}, DataError, r"\[5, 1\]"),
-    "lengths of another batch": ({"prompt_lengths": torch.tensor([4])}, DataError, "2 numbers"),
+    "lengths of another batch": ({"prompt_lengths": torch.tensor([4])}, DataError, "2 whole numbers"),
 }  # fmt: skip
 
 
@@ -233,11 +239,12 @@ def _on_ranks(directory: str, layout: dict[str, int], prompts: list[Tensor]) -> 
     rows = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     out = generate(model, rows, max_new_tokens=9, prompt_lengths=lengths)
-    try:
-        generate(model, rows + dist.get_rank(), max_new_tokens=2)
-        said = None
-    except LayoutError as error:
-        said = str(error)
+    said = []
+    for wrong in (rows + dist.get_rank(), rows - 1000 * dist.get_rank()):
+        try:
+            generate(model, wrong, max_new_tokens=2)
+        except (LayoutError, DataError) as error:
+            said.append(str(error))
     return out, said
 
 
@@ -251,6 +258,8 @@ def test_two_ranks_generate_what_one_process_does(
     prompts = [row[:n] for row, n in zip(_ids(2, 41), (41, 18), strict=True)]
     rows = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     expected = generate(model, rows, max_new_tokens=9, prompt_lengths=torch.tensor([41, 18]))
-    for out, said in run_world(_on_ranks, 2, str(tiny_dir), layout, prompts):
+    for rank, (out, said) in enumerate(run_world(_on_ranks, 2, str(tiny_dir), layout, prompts)):
         assert torch.equal(out, expected)
-        assert said is not None and "different prompts" in said
+        # Nobody waits: what one rank cannot read, the other refuses too.
+        assert "different prompts" in said[0] and "input_ids holds tokens -" in said[1]
+        assert ("rank 1 refused its prompts" in said[1]) == (rank == 0)

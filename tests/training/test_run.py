@@ -109,6 +109,18 @@ def test_the_launcher_starts_our_entry_on_one_machine(tmp_path: Path) -> None:
     assert command[:5] == ["--standalone", "--nproc-per-node", "2", "-m", "megatron_xorl.pretrain"]
 
 
+def _full(method: str, layers: int) -> dict[str, Any]:
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": method,
+        "recompute_num_layers": layers,
+    }
+
+
+def _selective(modules: list[str]) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
 @pytest.fixture
 def sound(tiny_dir: Path, tmp_path: Path) -> dict[str, Any]:
     """Sections that make :func:`run_config` a run that trains."""
@@ -141,6 +153,28 @@ def sound(tiny_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ({"megatron_args": {"fp61": True}}, "no argument of Megatron's; nearest: fp16"),
         ({"megatron_args": {"fp16": True}}, "fp16 needs loss scaling"),
         ({"megatron_args": {"overlap_grad_reduce": True}}, "leave it out"),
+        ({"megatron_args": {"log_throughput": [1, 2]}}, "megatron_args: "),
+        ({"megatron_args": {"num_workers": "many"}}, "megatron_args: argument --num-workers"),
+        *[
+            ({"megatron_args": recompute}, says)
+            for recompute, says in [
+                ({"recompute_granularity": "some"}, "--recompute-granularity: invalid choice"),
+                ({"recompute_granularity": "full"}, "recompute_method is None"),
+                (_full("uniform", 0), "recompute_num_layers is 0"),
+                (_full("block", 99), "pass 1 to 4"),
+                (_full("uniform", 1) | {"recompute_modules": ["moe"]}, "takes whole layers"),
+                (_selective([]), "expected at least one argument"),
+                (_selective(["foo"]), "recompute_modules is ['foo']; pass some of core_attn"),
+                (_selective(["gdn_norm_out"]), "pass some of core_attn"),
+                (_selective(["moe_act"]), "on CPU use moe"),
+                (
+                    _selective(["moe"]) | {"recompute_num_layers": 1},
+                    "without recompute_granularity full",
+                ),
+                ({"recompute_modules": ["moe"]}, "without recompute_granularity selective"),
+                ({"recompute_num_layers": 1}, "without recompute_granularity full"),
+            ]
+        ],
     ],
     ids=str,
 )
@@ -159,6 +193,12 @@ def test_a_sound_run_is_accepted_with_an_argument_of_megatrons(
     sound: dict[str, Any], tmp_path: Path
 ) -> None:
     check_run(run_config(tmp_path, **sound, megatron_args={"log-throughput": True}), 2)
+    for recompute in (
+        _full("block", 4),
+        _selective(["core_attn", "mla_up_proj", "layernorm", "mlp", "moe", "shared_experts"]),
+        {"recompute_activations": True},
+    ):
+        check_run(run_config(tmp_path, **sound, megatron_args=recompute), 2)
 
 
 @pytest.mark.slow

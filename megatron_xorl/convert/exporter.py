@@ -1,0 +1,159 @@
+"""``megatron-xorl export``: a Megatron distributed checkpoint becomes Hugging Face shards again.
+
+The one idea: the checkpoint remembers in ``hf/shards.json`` which tensor stood in which shard and in which order, so an import
+followed by an export gives back every file byte for byte. With another dtype the shards keep their names and their tensors, and
+index, headers and config.json say what is in them now.
+
+Refused: a checkpoint without manifest or with files of another size or content, a ``.metadata`` that would run code, tensors
+that are missing or that its own config does not have.
+
+    megatron-xorl export CKPT OUT [--dtype keep|bf16|fp32] [--quantize]
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron_xorl.config.model import GlmConfig, load_glm_config
+from megatron_xorl.convert.importer import (
+    LAYOUT_NAME,
+    RAW_INDEX_NAME,
+    block_of,
+    identity,
+    known_hashes,
+    refuse_nested,
+    report,
+)
+from megatron_xorl.convert.plan import (
+    Options,
+    Shard,
+    header_bytes,
+    index_bytes,
+    output_config,
+    plan_tensors,
+)
+from megatron_xorl.convert.stream import Conversion, Job, run
+from megatron_xorl.convert.values import OutputTensor
+from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.megatron_checkpoint import MegatronCheckpoint
+from megatron_xorl.weights.opening import is_megatron, read_files
+from megatron_xorl.weights.writer import INDEX_NAME
+
+__all__ = ["export_checkpoint"]
+
+
+def export_checkpoint(
+    source: Path | str,
+    out: Path | str,
+    options: Options = Options(),  # noqa: B008 - an immutable tuple
+    *,
+    workers: int = 1,
+    hashed: bool = True,
+) -> dict[str, Any]:
+    """Convert a Megatron distributed checkpoint, or continue an interrupted conversion.
+
+    Args:
+        source: written by :func:`~megatron_xorl.convert.importer.import_checkpoint`.
+        out: new directory, or that of the interrupted run.
+        options: what is done to values; nothing by default.
+        workers: files converted at the same time.
+        hashed: check the hashes of the source, and write those of the output into its manifest.
+
+    Returns:
+        ``path``, ``tensors``, ``bytes``, ``files``, ``resumed``, ``seconds``, ``bytes_per_s``.
+
+    Raises:
+        WeightsError, ConfigError: see the module's list of refusals.
+    """
+    start = time.perf_counter()
+    source, out = Path(source), Path(out)
+    refuse_nested(source, out)
+    listed = read_files(source)
+    if not is_megatron(source):
+        raise WeightsError(
+            f"{source} is no Megatron checkpoint; `megatron-xorl import` makes one of a Hugging Face directory"
+        )
+    checkpoint = MegatronCheckpoint(source)
+    config = load_glm_config(source)
+    options.check(config)
+    layout = _read_layout(checkpoint)
+    checkpoint.validate(config)
+    checkpoint.close()
+    shards = layout["shards"]
+    planned = plan_tensors(shards, checkpoint, config, options)
+    keep = options == Options()
+    jobs = [
+        Job(shard.file, [_header(shard, tensors, keep), *tensors])
+        for shard, tensors in zip(shards, planned, strict=True)
+    ]
+    conversion = Conversion(
+        label=f"export {source.name}",
+        out=out,
+        source=checkpoint,
+        hashes=known_hashes(listed) if hashed else {},
+        block=block_of(config, options),
+        jobs=jobs,
+        small=_small_files(checkpoint, config, options, layout, planned),
+        identity=identity("export", checkpoint, config, options, hashed),
+        workers=workers,
+        hashed=hashed,
+    )
+    return report(run(conversion), out, planned, start)
+
+
+def _header(shard: Shard, tensors: list[OutputTensor], keep: bool) -> bytes:
+    if keep and shard.header is not None:
+        text = shard.header.encode()
+        return len(text).to_bytes(8, "little") + text
+    return header_bytes(tensors, shard.metadata)
+
+
+def _read_layout(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
+    """Return ``hf/shards.json``, checked against the tensors of the checkpoint."""
+    path = checkpoint.directory / LAYOUT_NAME
+    try:
+        layout: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        shards = [
+            Shard(item["file"], item["metadata"], tuple(item["names"]), item["header"])
+            for item in layout["shards"]
+        ]
+        names = [name for shard in shards for name in shard.names]
+        files = [*(shard.file for shard in shards), *layout["copied"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(
+            f"{path} is missing or damaged ({type(error).__name__}); import the checkpoint again"
+        ) from error
+    if any(len(PurePosixPath(file).parts) != 1 or file == ".." for file in files):
+        raise WeightsError(f"{path} names a file outside the output; do not trust it")
+    if len(names) != len(set(names)) or set(names) != set(checkpoint.names()):
+        missing = sorted(set(names) ^ set(checkpoint.names()))
+        raise WeightsError(
+            f"{path} and .metadata do not name the same tensors (first: {missing[0] if missing else names[0]}); "
+            "import the checkpoint again"
+        )
+    return layout | {"shards": shards}
+
+
+def _small_files(
+    checkpoint: MegatronCheckpoint,
+    config: GlmConfig,
+    options: Options,
+    layout: dict[str, Any],
+    planned: list[list[OutputTensor]],
+) -> dict[str, bytes]:
+    folder = checkpoint.directory
+    small = {name: (folder / name).read_bytes() for name in layout["copied"]}
+    own_config = small.pop("config.json")
+    if options != Options():
+        raw = output_config(json.loads(own_config), config, options)
+        own_config = (json.dumps(raw, indent=2) + "\n").encode()
+    if layout["index_metadata"] is not None:
+        small[INDEX_NAME] = (
+            (folder / RAW_INDEX_NAME).read_bytes()
+            if options == Options()
+            else index_bytes(layout["shards"], planned, layout["index_metadata"])
+        )
+    return small | {"config.json": own_config}

@@ -1,0 +1,279 @@
+"""``megatron-xorl import``: a Hugging Face directory becomes a Megatron distributed checkpoint, shard by shard.
+
+The one idea: Hugging Face shard k becomes ``__0_k.distcp``, tensor by tensor, through the key table, so that the checkpoint loads
+at any layout and export writes the same shards again. What is no weight (config.json, tokenizer, chat template, generation
+settings) is copied into the same folder; ``hf/`` keeps how the shards were laid out.
+
+Refused: everything ``weights.reader`` and ``weights.check`` refuse, pickled weights beside the safetensors, shards that the
+index does not name.
+
+    megatron-xorl import HF_DIR OUT [--dtype keep|bf16|fp32] [--quantize]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_xorl.config.model import GlmConfig, load_glm_config
+from megatron_xorl.convert.plan import (
+    Options,
+    Shard,
+    header_bytes,
+    index_bytes,
+    output_config,
+    output_config_of,
+    plan_tensors,
+)
+from megatron_xorl.convert.stream import Conversion, Job, run
+from megatron_xorl.convert.values import OutputTensor
+from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.container import ALIGNMENT, container
+from megatron_xorl.weights.dcp_metadata import Item, metadata_bytes
+from megatron_xorl.weights.keys import METADATA_NAME, key_table
+from megatron_xorl.weights.manifest import MANIFEST
+from megatron_xorl.weights.opening import PROGRESS_NAME, Checkpoint, is_megatron, read_files
+from megatron_xorl.weights.reader import HfCheckpoint
+from megatron_xorl.weights.writer import INDEX_NAME
+
+__all__ = ["COMMON_NAME", "CONFIG_NAME", "LAYOUT_NAME", "RAW_INDEX_NAME", "import_checkpoint"]
+
+CONFIG_NAME = "metadata.json"
+COMMON_NAME = "common.pt"
+LAYOUT_NAME = "hf/shards.json"
+RAW_INDEX_NAME = f"hf/{INDEX_NAME}"
+
+_PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_OURS = {MANIFEST, PROGRESS_NAME, METADATA_NAME, CONFIG_NAME, INDEX_NAME}
+
+log = logging.getLogger(__name__)
+
+
+def import_checkpoint(
+    source: Path | str,
+    out: Path | str,
+    options: Options = Options(),  # noqa: B008 - an immutable tuple
+    *,
+    workers: int = 1,
+    hashed: bool = True,
+) -> dict[str, Any]:
+    """Convert a Hugging Face directory, or continue an interrupted conversion.
+
+    Args:
+        source: with config.json and safetensors, FP8 or BF16.
+        out: new directory, or that of the interrupted run.
+        options: what is done to values; nothing by default.
+        workers: files converted at the same time.
+        hashed: write SHA-256 hashes into the manifest, and check those of the source's manifest if it has one.
+
+    Returns:
+        ``path``, ``tensors``, ``bytes``, ``files``, ``resumed``, ``seconds``, ``bytes_per_s``.
+
+    Raises:
+        WeightsError, ConfigError: see the module's list of refusals.
+    """
+    start = time.perf_counter()
+    source, out = Path(source), Path(out)
+    refuse_nested(source, out)
+    listed = read_files(source)
+    if is_megatron(source):
+        raise WeightsError(
+            f"{source} is a Megatron checkpoint already; use `megatron-xorl export` for the other direction"
+        )
+    checkpoint = HfCheckpoint(source)
+    config = load_glm_config(source)
+    options.check(config)
+    _refuse_strays(checkpoint)
+    checkpoint.validate(config)
+    checkpoint.close()
+    shards = [_shard(checkpoint, file) for file in checkpoint.shards()]
+    planned = plan_tensors(shards, checkpoint, config, options)
+    jobs, items = _jobs(planned, output_config_of(config, options))
+    layout = [
+        shard._replace(names=tuple(tensor.name for tensor in tensors))
+        for shard, tensors in zip(shards, planned, strict=True)
+    ]
+    small = _small_files(checkpoint, config, options, layout, planned, items)
+    conversion = Conversion(
+        label=f"import {source.name}",
+        out=out,
+        source=checkpoint,
+        hashes=known_hashes(listed) if hashed else {},
+        block=block_of(config, options),
+        jobs=jobs,
+        small=small,
+        identity=identity("import", checkpoint, config, options, hashed),
+        workers=workers,
+        hashed=hashed,
+    )
+    return report(run(conversion), out, planned, start)
+
+
+def refuse_nested(source: Path, out: Path) -> None:
+    """Check that writing ``out`` cannot change ``source``.
+
+    Raises:
+        WeightsError: one lies in the other.
+    """
+    first, second = source.resolve(), out.resolve()
+    if first == second or first in second.parents or second in first.parents:
+        raise WeightsError(
+            f"the output {out} and the source {source} lie in each other; choose a directory apart from the source"
+        )
+
+
+def known_hashes(listed: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return the hashes of a manifest's files, by name."""
+    return {name: file["sha256"] for name, file in listed.items() if "sha256" in file}
+
+
+def block_of(config: GlmConfig, options: Options) -> tuple[int, int] | None:
+    """Return the FP8 block that values are computed with."""
+    return output_config_of(config, options).weight_block_size or config.weight_block_size
+
+
+def identity(
+    verb: str, checkpoint: Checkpoint, config: GlmConfig, options: Options, hashed: bool
+) -> dict[str, Any]:
+    """Return what a continued run must agree with: the source's files by size and time, and the options."""
+    files = {}
+    for name in (*checkpoint.shards(), "config.json"):
+        found = (checkpoint.directory / name).stat()
+        files[name] = [found.st_size, found.st_mtime_ns]
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode())
+    digest.update("\n".join(checkpoint.names()).encode())
+    return {
+        "verb": verb,
+        "source_sha256": digest.hexdigest(),
+        "dtype": options.dtype,
+        "quantize": options.quantize,
+        "hashed": hashed,
+    }
+
+
+def report(
+    done: dict[str, Any], out: Path, planned: list[list[OutputTensor]], start: float
+) -> dict[str, Any]:
+    """Return what the command prints."""
+    seconds = time.perf_counter() - start
+    return {
+        "path": str(out.resolve()),
+        "tensors": sum(map(len, planned)),
+        **done,
+        "seconds": round(seconds, 3),
+        "bytes_per_s": round(done["bytes"] / seconds),
+    }
+
+
+def _refuse_strays(checkpoint: HfCheckpoint) -> None:
+    named = set(checkpoint.shards())
+    strays = []
+    for path in sorted(checkpoint.directory.iterdir()):
+        if path.suffix in _PICKLED:
+            raise WeightsError(
+                f"{path.name} is pickled: loading it would run code, so it is never read or copied; move it elsewhere"
+            )
+        if path.suffix == ".safetensors" and path.name not in named:
+            strays.append(path.name)
+    if strays:
+        raise WeightsError(
+            f"{checkpoint.directory} has {len(strays)} shards that its index does not name, first {strays[0]}; "
+            "fetch the index again or move them elsewhere"
+        )
+
+
+def _shard(checkpoint: HfCheckpoint, file: str) -> Shard:
+    entries = checkpoint.header(file)
+    names = sorted(entries, key=lambda name: (entries[name].start, entries[name].stop))
+    with open(checkpoint.directory / file, "rb") as stream:
+        raw = stream.read(8)
+        raw += stream.read(int.from_bytes(raw, "little"))
+    metadata = json.loads(raw[8:]).get("__metadata__")
+    copied = [OutputTensor(n, entries[n].dtype, entries[n].shape, "copy", n) for n in names]
+    usual = header_bytes(copied, metadata) == raw
+    return Shard(file, metadata, tuple(names), None if usual else raw[8:].decode())
+
+
+def _jobs(planned: list[list[OutputTensor]], config: GlmConfig) -> tuple[list[Job], list[Item]]:
+    """Return the ``.distcp`` files and the places of all tensors in them."""
+    table = key_table(config)
+    jobs, items = [], []
+    for number, tensors in enumerate(planned):
+        job, at = Job(f"__0_{number}.distcp", []), 0
+        for tensor in tensors:
+            chunk = table[tensor.name]
+            around = container(tensor.dtype, chunk.size)
+            length = len(around.prefix) + tensor.nbytes + len(around.suffix)
+            place = (chunk.shape, chunk.offset, chunk.size, job.file, at, length)
+            items.append(Item(chunk.key, tensor.dtype, *place))
+            padding = bytes(-length % ALIGNMENT)
+            job.segments.extend((around.prefix, tensor, around.suffix + padding))
+            at += length + len(padding)
+        jobs.append(job)
+    return jobs, items
+
+
+def _small_files(
+    checkpoint: HfCheckpoint,
+    config: GlmConfig,
+    options: Options,
+    shards: list[Shard],
+    planned: list[list[OutputTensor]],
+    items: list[Item],
+) -> dict[str, bytes]:
+    """Return what follows the weights, in this order: copies, layout, and last what makes the folder a checkpoint."""
+    folder = checkpoint.directory
+    copied = {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and path.suffix != ".safetensors"
+        and path.name not in _OURS
+        and not path.name.startswith(".")
+    }
+    if options != Options():
+        raw = output_config(json.loads(copied["config.json"]), config, options)
+        copied["config.json"] = (json.dumps(raw, indent=2) + "\n").encode()
+    small = {name: content for name, content in copied.items() if name != "config.json"}
+    index = folder / INDEX_NAME
+    metadata = None
+    if index.is_file():
+        raw_index = index.read_bytes()
+        metadata = json.loads(raw_index).get("metadata") or {}
+        if options != Options() or not _total_is_right(metadata, planned):
+            raw_index = index_bytes(shards, planned, metadata)
+        small[RAW_INDEX_NAME] = raw_index
+    layout = {
+        "format_version": 1,
+        "copied": sorted(copied),
+        "index_metadata": metadata,
+        "shards": [shard._asdict() for shard in shards],
+    }
+    common = io.BytesIO()
+    torch.save({"iteration": 0, "checkpoint_version": 3.0}, common)
+    return small | {
+        LAYOUT_NAME: json.dumps(layout).encode(),
+        COMMON_NAME: common.getvalue(),
+        METADATA_NAME: metadata_bytes(items),
+        "config.json": copied["config.json"],
+        CONFIG_NAME: b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}',
+    }
+
+
+def _total_is_right(metadata: dict[str, Any], planned: list[list[OutputTensor]]) -> bool:
+    found = metadata.get("total_size")
+    true = sum(tensor.nbytes for tensors in planned for tensor in tensors)
+    if found is not None and found != true:
+        log.warning(
+            "the index says total_size %s, the tensors have %d bytes; the true value is written",
+            found,
+            true,
+        )
+    return bool(found == true)

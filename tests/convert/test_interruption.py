@@ -1,0 +1,264 @@
+"""A conversion that is killed, or that the disk stops, leaves a directory that says so; the same command finishes it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import random
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_xorl.cli import main
+from megatron_xorl.convert import files
+from megatron_xorl.convert.exporter import export_checkpoint
+from megatron_xorl.convert.importer import import_checkpoint
+from megatron_xorl.convert.plan import Options
+from megatron_xorl.convert.tiny import make_tiny
+from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.manifest import read_manifest
+from megatron_xorl.weights.opening import open_checkpoint
+from tests.worlds import run_world, start_world
+
+SIZE = 48 * 2**20
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 MiB in twelve shards."""
+    out = tmp_path_factory.mktemp("source") / "hf"
+    return make_tiny(out, block=128, size=SIZE, shard_bytes=SIZE // 12)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What an import gives that nothing interrupts."""
+    out = tmp_path_factory.mktemp("whole") / "megatron"
+    import_checkpoint(source, out)
+    return out
+
+
+def command(arguments: list[str], limit: int | None = None) -> tuple[int, str]:
+    """Run the command line in this process, no file larger than ``limit``; return exit code and stderr."""
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            main(arguments)
+        except SystemExit as left:
+            return int(left.code or 0), said.getvalue()
+    return 0, said.getvalue()
+
+
+def hashes(directory: Path) -> dict[str, dict[str, object]]:
+    return read_manifest(directory)["files"]
+
+
+def killed(source: Path, out: Path, verb: str, delay: float) -> int:
+    """Start a conversion, kill -9 it ``delay`` seconds after it began to write; return the files that it finished."""
+    journal = out / "progress.jsonl"
+    before = journal.stat().st_mtime_ns if journal.exists() else 0
+    with start_world(command, 1, [verb, str(source), str(out)], process_group=False) as world:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(FileNotFoundError):
+                if journal.stat().st_mtime_ns != before:
+                    break
+            if before and not journal.exists():
+                break  # done already
+            time.sleep(0.001)
+        time.sleep(delay)
+        with contextlib.suppress(ProcessLookupError):  # done before the signal came
+            world.kill(0)
+        world.processes[0].join()
+    return len(journal.read_text().splitlines()) - 1 if journal.exists() else -1
+
+
+@pytest.mark.parametrize("verb", ["import", "export"])
+def test_three_kills_at_random_moments_and_a_resume_give_the_same_hashes(
+    verb: str, source: Path, whole: Path, tmp_path: Path
+) -> None:
+    given, out = (source if verb == "import" else whole), tmp_path / "out"
+    start = time.perf_counter()
+    convert = import_checkpoint if verb == "import" else export_checkpoint
+    convert(given, tmp_path / "whole")
+    length = time.perf_counter() - start
+    generator = random.Random(int.from_bytes(os.urandom(4)))
+    finished = []
+    for _ in range(3):
+        delay = generator.uniform(0, length / 8)
+        finished.append(killed(given, out, verb, delay))
+        print(f"killed after {delay:.3f} s of {length:.3f}: {finished[-1]} files done")
+        if finished[-1] < 0:  # it was done before the signal came
+            break
+        with pytest.raises(WeightsError, match="unfinished conversion"):
+            open_checkpoint(out)
+    times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.*") if path.is_file()}
+    report = convert(given, out)
+    assert finished == sorted(finished) or finished[-1] < 0
+    assert hashes(out) == hashes(tmp_path / "whole")
+    open_checkpoint(out, hashes=True)
+    if finished[-1] > 0:
+        assert report["resumed"] >= finished[-1]
+        still = [name for name in times if (out / name).exists()]
+        kept = [name for name in still if (out / name).stat().st_mtime_ns == times[name]]
+        assert len(kept) >= finished[-1]
+    assert not list(out.glob("*.partial"))
+    assert not (out / "progress.jsonl").exists()
+
+
+def test_at_most_the_file_in_hand_is_repeated(source, whole, tmp_path, monkeypatch) -> None:
+    """Stopped between a file's rename and its line in the journal, the run repeats that file and no other."""
+    out, published = tmp_path / "out", []
+    publish = files.OutputFile.publish
+
+    def publish_five(self: files.OutputFile) -> dict[str, object]:
+        described = publish(self)
+        published.append(self.path.name)
+        if len(published) == 5:
+            raise KeyboardInterrupt
+        return described
+
+    monkeypatch.setattr(files.OutputFile, "publish", publish_five)
+    with pytest.raises(WeightsError, match=r"interrupted; .* is incomplete \(5 of 13 files\)"):
+        import_checkpoint(source, out)
+    monkeypatch.setattr(files.OutputFile, "publish", publish)
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("*.distcp")}
+    assert len(before) == 5
+    assert import_checkpoint(source, out)["resumed"] == 4
+    again = [name for name, t in before.items() if (out / name).stat().st_mtime_ns != t]
+    assert again == [published[-1]]
+    assert hashes(out) == hashes(whole)
+
+
+def test_a_torn_journal_line_and_a_cut_file_are_done_again(source, whole, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    stop_after(monkeypatch, 6)
+    with pytest.raises(WeightsError, match="incomplete"):
+        import_checkpoint(source, out)
+    monkeypatch.undo()
+    journal = out / "progress.jsonl"
+    lines = journal.read_text().splitlines()
+    journal.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:20])
+    os.truncate(out / json.loads(lines[1])["file"], 1000)
+    assert import_checkpoint(source, out)["resumed"] == len(lines) - 3
+    assert hashes(out) == hashes(whole)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Let the disk be full when file ``count + 1`` is written."""
+    write, opened = os.write, []
+    initial = files.OutputFile.__init__
+
+    def counted(self: files.OutputFile, *args: object, **kwargs: object) -> None:
+        opened.append(self)
+        initial(self, *args, **kwargs)
+
+    def full(handle: int, data: object) -> int:
+        if len(opened) > count:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data)
+
+    monkeypatch.setattr(files.OutputFile, "__init__", counted)
+    monkeypatch.setattr(files.os, "write", full)
+
+
+def test_a_full_disk_is_one_line_and_the_rest_is_kept(source, whole, tmp_path, monkeypatch) -> None:
+    out = tmp_path / "out"
+    stop_after(monkeypatch, 3)
+    code, said = command(["import", str(source), str(out)])
+    monkeypatch.undo()
+    assert code == 2
+    assert said.count("\n") == 1
+    assert "No space left on device" in said
+    assert "is incomplete (3 of 13 files)" in said
+    assert not list(out.glob("*.partial"))
+    assert not (
+        out / "metadata.json"
+    ).exists()  # Megatron would not take it for a checkpoint either
+    with pytest.raises(WeightsError, match="unfinished conversion"):
+        open_checkpoint(out)
+    assert import_checkpoint(source, out)["resumed"] == 3
+    assert hashes(out) == hashes(whole)
+
+
+def test_a_limit_of_the_system_on_file_sizes_is_one_line(source: Path, tmp_path: Path) -> None:
+    arguments = ["import", str(source), str(tmp_path / "out")]
+    ((code, said),) = run_world(command, 1, arguments, 3 * 2**20, process_group=False)
+    assert code == 2
+    assert said.count("\n") == 1
+    assert "File too large" in said
+    assert "is incomplete (0 of 13 files)" in said
+
+
+def test_too_little_space_is_said_before_anything_is_written(source, tmp_path, monkeypatch) -> None:
+    from megatron_xorl.convert import stream
+
+    monkeypatch.setattr(stream.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2**20})())
+    code, said = command(["import", str(source), str(tmp_path / "out")])
+    assert code == 2
+    assert "GiB free; free space or choose another disk" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes where others may not")
+def test_a_directory_that_may_not_be_written_is_one_line(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    code, said = command(["import", str(source), str(tmp_path / "closed/out")])
+    assert code == 2
+    assert said.count("\n") == 1
+    assert "Permission denied" in said
+
+
+def test_a_source_cut_while_it_is_read_is_one_line(source, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(files.os, "pread", lambda *_: b"")
+    code, said = command(["import", str(source), str(tmp_path / "out")])
+    assert code == 2
+    assert "it was cut while it was read" in said
+    assert said.count("\n") == 1
+
+
+def test_an_unfinished_output_is_continued_by_the_same_conversion_alone(
+    source, tmp_path, tiny_dir, monkeypatch
+) -> None:
+    out = tmp_path / "out"
+    stop_after(monkeypatch, 2)
+    with pytest.raises(WeightsError, match="incomplete"):
+        import_checkpoint(source, out)
+    monkeypatch.undo()
+    for other, options in ((tiny_dir, Options()), (source, Options("bf16"))):
+        with pytest.raises(WeightsError, match="of another source, or with other options"):
+            import_checkpoint(other, out, options)
+    (shard := source / "model-00003-of-00013.safetensors").touch()
+    with pytest.raises(WeightsError, match="of another source"):
+        import_checkpoint(source, out)
+    assert shard.exists()
+
+
+def test_a_complete_output_is_accepted_once_more_and_refused_for_another_source(
+    tiny_dir, fp8_megatron, source
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in fp8_megatron.rglob("*")}
+    report = import_checkpoint(tiny_dir, fp8_megatron)
+    assert report["resumed"] == report["files"]
+    with pytest.raises(WeightsError, match="holds a checkpoint already"):
+        import_checkpoint(source, fp8_megatron)
+    assert before == {path: path.stat().st_mtime_ns for path in fp8_megatron.rglob("*")}
+
+
+def test_two_conversions_do_not_write_one_output(source: Path, tmp_path: Path) -> None:
+    import fcntl
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with open(out / "progress.jsonl", "a") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(WeightsError, match="being written by another conversion"):
+            import_checkpoint(source, out)
+    import_checkpoint(source, out)

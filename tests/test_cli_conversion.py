@@ -1,0 +1,68 @@
+"""The verbs import, export and verify: exit codes, JSON on stdout alone, lines for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_xorl.cli import main
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = 0
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as left:
+        code = int(left.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_round_trip_by_command_with_json_is_equal(tiny_dir: Path, tmp_path: Path, capsys) -> None:
+    for verb, a, b in (("import", tiny_dir, "megatron"), ("export", tmp_path / "megatron", "back")):
+        code, out, err = run(capsys, verb, a, tmp_path / b, "--workers", 2, "--json")
+        assert (code, err) == (0, "")
+        report = json.loads(out)
+        assert report["tensors"] == 328
+        assert report["path"] == str((tmp_path / b).resolve())
+        assert report["bytes_per_s"] > 0
+        assert (report["resumed"], report["files"] > 4) == (0, True)
+    code, out, _ = run(capsys, "verify", tiny_dir, tmp_path / "back", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["equal"] is True
+    assert report["metrics"]["compared"] == 328
+
+
+def test_verify_exits_1_where_they_differ_and_says_where(tiny_dir, tmp_path, capsys) -> None:
+    assert (
+        run(capsys, "import", tiny_dir, tmp_path / "bf16", "--dtype", "bf16", "--no-hash")[0] == 0
+    )
+    code, out, _ = run(capsys, "verify", tiny_dir, tmp_path / "bf16")
+    assert code == 1
+    assert out.startswith("DIFFERENT in bytes: 186 tensors compared (328 and 186)")
+    assert "missing in B: model.layers.0.mlp.down_proj.weight_scale_inv" in out
+    assert "dtype F8_E4M3 and BF16" in out
+    code, out, _ = run(capsys, "verify", tiny_dir, tmp_path / "bf16", "--values")
+    assert (code, out.startswith("equal in values")) == (0, True)
+
+
+def test_verify_of_no_checkpoint_exits_2(tiny_dir, tmp_path, capsys) -> None:
+    code, out, err = run(capsys, "verify", tiny_dir, tmp_path / "nothing")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"megatron-xorl: {tmp_path}/nothing is not a directory; give the folder of a Hugging Face or Megatron checkpoint\n"
+    )
+
+
+def test_an_import_says_in_one_line_what_it_did(tiny_dir, tmp_path, capsys) -> None:
+    code, out, err = run(capsys, "import", tiny_dir, tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert out.count("\n") == 1
+    assert "328 tensors" in out
+    assert "MiB/s" in out
+    code, out, _ = run(capsys, "import", tiny_dir, tmp_path / "out")
+    assert code == 0
+    assert "files of an earlier run" in out
