@@ -15,6 +15,7 @@ import pytest
 from megatron_xorl.cli import main
 from tests.worlds import run_world
 
+FORMS = ("fp8_codes", "fp8_scales", "bf16", "fp32")
 PROGRAM = Path(sys.executable).with_name("megatron-xorl")
 
 
@@ -83,6 +84,11 @@ def test_one_rank_is_reported_with_its_place(capsys: pytest.CaptureFixture[str])
         (["glm-5.2", "--cp", "2"], "cp 2: sparse attention supports one context-parallel rank"),
         (["glm-5.2", "--pp", "0"], "pp is 0, expected a whole number of at least 1"),
         (["tiny", "--ep", "2", "--rank", "2"], "rank 2 does not exist; expected 0 to 1"),
+        (
+            ["tiny", "--world", "1" + "0" * 20],
+            "world is a number of 67 bits, expected at most 1048576",
+        ),
+        (["tiny", "--tp", "1" + "0" * 20], "tp is a number of 67 bits, expected at most 1048576"),
     ],
     ids=str,
 )
@@ -200,3 +206,89 @@ def test_a_difference_is_named_and_exit_1(
     code, out, err = run(capsys, "tiny", "--build", "--json")
     assert (code, err) == (1, f"megatron-xorl: {fault}\n")
     assert "per_rank" in json.loads(out)
+
+
+def listing(tmp_path: Path, base: str, listed: list[str], **changes: Any) -> str:
+    """The folder of a preset's config.json with another ``modules_to_not_convert``."""
+    from megatron_xorl.config.model import preset_dict
+
+    raw = preset_dict(base)
+    raw["quantization_config"] |= {"modules_to_not_convert": listed}
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    return str(tmp_path)
+
+
+def test_modules_left_out_of_glm_52_have_no_scales_and_two_bytes_an_element(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    whole = document(capsys, "glm-5.2")
+    report = document(capsys, listing(tmp_path, "glm-5.2", ["o_proj", r"model.layers.\d+.mlp"]))
+    # Left with scales: four of five attention matrices of 79 layers and two of 22 indexers, the MTP layer's among both.
+    assert whole["scale_tensors"] == 59_044
+    assert report["scale_tensors"] == 79 * 4 + 22 * 2
+    elements = whole["parameters"]["by_region"]["routed_experts"]
+    assert report["bytes"]["by_region"]["routed_experts"] == 2 * elements
+    assert report["parameters"] == whole["parameters"]
+    (one,) = report["per_rank"]
+    assert one["bytes"]["by_region"]["routed_experts"]["bf16"] == 2 * elements
+    assert one["bytes"]["by_region"]["routed_experts"]["fp8_codes"] == 0
+
+
+def test_entries_that_leave_nothing_out_are_said_to(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    folder = listing(tmp_path, "glm-5.2", ["lm_head", "mlp", "self_attn"])
+    code, out, _ = run(capsys, folder, "--json")
+    assert (code, json.loads(out)["scale_tensors"]) == (0, 59_044)
+    (record,) = caplog.records
+    assert "2 of 3 entries name no module with a weight" in record.getMessage()
+    assert "first: 'mlp'" in record.getMessage()
+    caplog.clear()
+    assert run(capsys, "glm-5.2")[0] == 0  # 21 entries of the shipped list are misspelt
+    assert caplog.records == []
+
+
+def test_an_unquantised_float32_checkpoint_has_four_bytes_a_parameter(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from megatron_xorl.config.model import preset_dict
+
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        raw = preset_dict("tiny") | {"dtype": dtype, "quantization_config": None}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        report = document(capsys, str(tmp_path))
+        biases = (
+            (4 - size) * 4 * 8
+        )  # e_score_correction_bias is float32 always: three layers and MTP, 8 experts
+        assert report["bytes"]["total"] == size * report["parameters"]["total"] + biases
+        (one,) = report["per_rank"]
+        assert one["bytes"]["bf16" if size == 4 else "fp8_codes"] == 0
+
+
+@pytest.mark.dist
+def test_what_is_built_of_a_partly_quantised_and_of_a_float32_config_is_what_was_counted(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "parts").mkdir()
+    parts = listing(tmp_path / "parts", "tiny", ["o_proj", "model.layers.2.mlp.experts"])
+    (tmp_path / "wide").mkdir()
+    wide = listing(tmp_path / "wide", "tiny", [], dtype="float32", quantization_config=None)
+    for folder, kinds in ((parts, {"fp8_codes", "fp8_scales", "bf16", "fp32"}), (wide, {"fp32"})):
+        ((out, code),) = run_world(built, 1, [folder, "--json"], process_group=False)
+        (one,) = json.loads(out)["per_rank"]
+        assert (code, one["differences"]) == (0, [])
+        assert {form for form in FORMS if one["built"]["bytes"][form]} == kinds
+
+
+@pytest.mark.dist
+def test_a_world_too_large_to_build_is_one_line_and_exit_2() -> None:
+    done = subprocess.run(
+        [PROGRAM, "inspect", "tiny", "--build", "--world", "1000000"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("megatron-xorl: ")]
+    assert "a world of 1000000 takes too long to build, expected at most 4096 processes" in line
+    assert "Traceback" not in done.stderr

@@ -49,7 +49,13 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what a checkpoint of CONFIG holds, and what each rank of a layout holds of it; exit 1 if --build finds otherwise."""
-    from megatron_xorl.cli.inspection import add_built, layout_for, layout_report, mtp_report
+    from megatron_xorl.cli.inspection import (
+        add_built,
+        layout_for,
+        layout_report,
+        mtp_report,
+        warn_of_unmatched,
+    )
     from megatron_xorl.config.model import load_glm_config
     from megatron_xorl.display import print_checkpoint, print_layout
     from megatron_xorl.plan.checkpoint_bytes import checkpoint_bytes
@@ -58,6 +64,7 @@ def inspect(
     glm = load_glm_config(config)
     layout = layout_for(glm, tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, world=world)
     report = checkpoint_bytes(hf_tensors(glm))
+    warn_of_unmatched(glm)
     report["indexer"] = {
         "full": list(glm.full_indexer_layers),
         "shared": list(glm.shared_indexer_layers),

@@ -7,10 +7,12 @@ is asked for. Arithmetic answers in a second without torch; :func:`add_built` bu
 from __future__ import annotations
 
 import dataclasses
+import logging
 import resource
 import time
 from typing import TYPE_CHECKING, Any
 
+from megatron_xorl.config.indexer import shown
 from megatron_xorl.config.layout import (
     ParallelLayout,
     check_layout,
@@ -19,7 +21,7 @@ from megatron_xorl.config.layout import (
 )
 from megatron_xorl.config.stages import megatron_layout, pipeline_stages
 from megatron_xorl.plan.rank_bytes import Held, differences, held_by, held_report
-from megatron_xorl.weights.names import hf_tensors
+from megatron_xorl.weights.names import hf_tensors, unmatched_entries
 from megatron_xorl.weights.placement import owned_experts, owned_tensors
 
 if TYPE_CHECKING:
@@ -27,7 +29,16 @@ if TYPE_CHECKING:
 
     from megatron_xorl.config.model import GlmConfig
 
-__all__ = ["add_built", "compare", "layout_for", "layout_report", "mtp_report"]
+__all__ = [
+    "add_built",
+    "compare",
+    "layout_for",
+    "layout_report",
+    "mtp_report",
+    "warn_of_unmatched",
+]
+
+log = logging.getLogger(__name__)
 
 
 def layout_for(
@@ -44,6 +55,18 @@ def layout_for(
     layout = ParallelLayout(**sizes, world=world)
     check_layout(config, layout)
     return layout
+
+
+def warn_of_unmatched(config: GlmConfig) -> None:
+    """Log one warning if entries of ``modules_to_not_convert`` leave no module of the model out."""
+    if entries := unmatched_entries(config):
+        log.warning(
+            "quantization_config.modules_to_not_convert: %d of %d entries name no module with a weight and change nothing "
+            "(first: %s); a name counts from its first component or to its last",
+            len(entries),
+            len(config.modules_to_not_convert),
+            shown(entries[0]),
+        )
 
 
 def mtp_report(config: GlmConfig) -> dict[str, Any]:
@@ -108,8 +131,10 @@ def add_built(config: GlmConfig, layout: ParallelLayout, report: dict[str, Any])
 
     imported = time.perf_counter()
     faults: list[str] = []
+    wide = not config.quantized and config.dtype == "float32"
+    dtype = torch.float32 if wide else torch.bfloat16
     for entry in report["per_rank"]:
-        model = build_on_meta(config, layout, entry["rank"])
+        model = build_on_meta(config, layout, entry["rank"], dtype=dtype)
         by_region, differ = compare(config, layout, entry["rank"], model_tensors(model))
         entry["built"], entry["differences"] = held_report(by_region), list(differ)
         faults += [f"rank {entry['rank']}: {fault}" for fault in differ]

@@ -4,7 +4,7 @@ The one idea: a layout is legal or it is refused with the reason and the nearest
 before any process starts. Names are Megatron's: tp (tensor), pp (pipeline), ep (expert), etp
 (expert tensor), cp (context). Refused: sizes that do not divide the world, the experts or the
 heads; a tensor cut inside a block of the FP8 scale grid; more pipeline stages than ``stages.py``
-beside this file can cut; context parallelism.
+beside this file can cut; context parallelism; a world larger than any machine's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatron_xorl.config.indexer import shown
 from megatron_xorl.config.model import GlmConfig
 from megatron_xorl.config.stages import nearest_legal, pipeline_problem
 from megatron_xorl.errors import LayoutError
 
 __all__ = [
+    "MOST_BUILT",
+    "MOST_WORLD",
     "ParallelLayout",
     "RankCoordinates",
     "check_layout",
@@ -25,6 +28,11 @@ __all__ = [
     "rank_coordinates",
     "smallest_world",
 ]
+
+MOST_WORLD = 2**20
+"""Processes, and size of any group: ten times the largest machines there are."""
+MOST_BUILT = 4096
+"""Processes of a layout whose modules are built: Megatron lists every group of the world, in seconds up to here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,10 @@ def layout_problems(config: GlmConfig, layout: ParallelLayout) -> tuple[str, ...
         f"{name} is {size!r}, expected a whole number of at least 1"
         for name, size in sizes.items()
         if not _is_count(size)
+    ] or [
+        f"{name} is {shown(size)}, expected at most {MOST_WORLD}"
+        for name, size in sizes.items()
+        if size > MOST_WORLD
     ]
     if wrong:
         return tuple(wrong)
@@ -133,8 +145,10 @@ def _world(what: str, product: int, world: int) -> str | None:
     )
 
 
-def _legal(limit: int, problem: Callable[[int], str | None]) -> list[int]:
-    return [size for size in range(1, limit + 1) if problem(size) is None]
+def _legal(whole: int, problem: Callable[[int], str | None]) -> list[int]:
+    """Legal sizes of a group that must divide ``whole``: its divisors are tried, 17 million sizes would take seconds."""
+    small = [size for size in range(1, math.isqrt(whole) + 1) if whole % size == 0]
+    return [size for size in {*small, *(whole // size for size in small)} if problem(size) is None]
 
 
 def _context(cp: int) -> str | None:
@@ -149,7 +163,7 @@ def _experts(config: GlmConfig, ep: int) -> str | None:
     experts = config.n_routed_experts
     if experts % ep == 0:
         return None
-    legal = [size for size in range(1, experts + 1) if experts % size == 0]
+    legal = _legal(experts, lambda _: None)
     return (
         f"ep {ep} does not divide the {experts} experts; nearest legal: {nearest_legal(ep, legal)}"
     )

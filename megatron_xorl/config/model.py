@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from megatron_xorl.config.indexer import shown
 from megatron_xorl.errors import ConfigError, nearest
 
 __all__ = ["PRESETS", "GlmConfig", "load_glm_config", "preset_dict"]
@@ -31,8 +32,9 @@ class GlmConfig:
     """What the model is: sizes, schedule, constants. Field names are those of Hugging Face's ``config.json``.
 
     ``weight_block_size`` is (rows, columns) of a block of the FP8 weights, or None for an
-    unquantised checkpoint. ``latent_norm_eps`` and ``indexer_norm_eps`` are not in the files; 1e-6
-    is what transformers' module defaults give.
+    unquantised checkpoint; ``modules_to_not_convert`` are the entries that leave modules of an FP8
+    checkpoint out of it (``weights.names`` has the rule). ``latent_norm_eps`` and
+    ``indexer_norm_eps`` are not in the files; 1e-6 is what transformers' module defaults give.
     """
 
     model_type: str
@@ -70,6 +72,7 @@ class GlmConfig:
     pad_token_id: int | None
     num_nextn_predict_layers: int
     weight_block_size: tuple[int, int] | None
+    modules_to_not_convert: tuple[str, ...]
     tie_word_embeddings: bool
     initializer_range: float
     dtype: str
@@ -147,7 +150,7 @@ def load_glm_config(where: str | Path) -> GlmConfig:
     A preset name wins over a file of the same name; write ``./glm-5.2`` for the latter.
 
     Raises:
-        ConfigError: nothing is there, it is not JSON, or :meth:`GlmConfig.from_dict` refuses it.
+        ConfigError: nothing is there, it is not JSON, it writes a key twice, or :meth:`GlmConfig.from_dict` refuses it.
     """
     if isinstance(where, str) and where in PRESETS:
         return GlmConfig.from_dict(preset_dict(where), f"preset {where}")
@@ -162,7 +165,9 @@ def load_glm_config(where: str | Path) -> GlmConfig:
             f"({', '.join(PRESETS)}){hint}"
         )
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path}: not readable as JSON ({error}); expected the config.json of a GLM checkpoint"
@@ -172,3 +177,15 @@ def load_glm_config(where: str | Path) -> GlmConfig:
             f"{path}: found a JSON {type(raw).__name__}, expected an object with the keys of a GLM config"
         )
     return GlmConfig.from_dict(raw, str(path))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """One object of the file; JSON's own reader keeps the last of two values and says nothing."""
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ConfigError(
+                f"key {shown(key)} is written twice, with {shown(result[key])} and {shown(value)}; keep one"
+            )
+        result[key] = value
+    return result

@@ -3,13 +3,15 @@
 The one idea: read the file's own keys, never a default that could be wrong for this model, and
 refuse by name whatever would change the mathematics and is not implemented. Keys that change
 nothing (``architectures``, ``use_cache``, ...) are ignored. Refused: another model type, biases,
-another activation, rope scaling, another router, another quantisation, two values for one fact that
-differ (the number of experts excepted: ``n_routed_experts`` is used, with a warning).
+another activation, rope scaling, another router, another quantisation, more tensors than can be
+listed, two values for one fact that differ (the number of experts excepted: ``n_routed_experts`` is
+used, with a warning).
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +32,10 @@ INDEXER_NORM_EPS = 1e-6
 # Far above any model of the family, far below what would fill a disk or a counter before it is noticed.
 MOST_SIZE = 2**24
 MOST = {"num_hidden_layers": 1000, "num_nextn_predict_layers": 1000, "n_routed_experts": 2**16}
+# Every tensor becomes a row in memory: four times GLM-5.2's 59,585 take seconds, the product of the bounds above never ends.
+MOST_TENSORS = 2**18
+# Of modules_to_not_convert: the shipped list has 99 names of at most 42 letters.
+MOST_ENTRIES, LONGEST_ENTRY, MOST_REPEATS = 2**11, 256, 3
 
 _SIZES = (
     "vocab_size",
@@ -71,6 +77,7 @@ _LAYER_KINDS = (
 )  # the second is transformers' own name for the first
 _DTYPES = ("bfloat16", "float16", "float32")
 _OTHER_EXPERTS = ("num_experts", "num_local_experts")
+_INTERLEAVES = ("rope_interleave", "indexer_rope_interleave")
 
 
 class _Reader:
@@ -132,6 +139,7 @@ def parse_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         )
     fields: dict[str, Any] = {key: reader.whole(key) for key in _SIZES}
     layers = fields["num_hidden_layers"]
+    _check_layer_types(reader, layers)
     fields |= {
         "model_type": MODEL_TYPE,
         "qk_rope_head_dim": _rope_width(reader),
@@ -144,8 +152,7 @@ def parse_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         "latent_norm_eps": reader.number("latent_norm_eps", LATENT_NORM_EPS),
         "indexer_norm_eps": reader.number("indexer_norm_eps", INDEXER_NORM_EPS),
         "rope_theta": _rope_theta(reader),
-        "rope_interleave": reader.flag("rope_interleave", True),
-        "indexer_rope_interleave": reader.flag("indexer_rope_interleave", True),
+        **_interleaves(reader),
         "indexer_types": indexer_schedule(raw, layers, source),
         "eos_token_id": _eos(reader, fields["vocab_size"]),
         "pad_token_id": _token(
@@ -153,6 +160,7 @@ def parse_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         ),
         "num_nextn_predict_layers": reader.whole("num_nextn_predict_layers", 0, least=0),
         "weight_block_size": _block_size(reader),
+        "modules_to_not_convert": _unconverted(reader),
         "tie_word_embeddings": False,
         "initializer_range": reader.number("initializer_range", 0.02),
         "dtype": _dtype(reader),
@@ -176,18 +184,21 @@ def _check_supported(reader: _Reader) -> None:
         ]
         if value is not None and not same_kind:
             raise reader.fail(f"{key} is {shown(value)}, but only {allowed[0]!r} is supported")
+
+
+def _check_layer_types(reader: _Reader, layers: int) -> None:
     kinds = reader.raw.get("layer_types")
-    if kinds is not None:
-        layers = reader.whole("num_hidden_layers") if reader.has("num_hidden_layers") else None
-        if not isinstance(kinds, list) or len(kinds) != layers:
+    if kinds is None:
+        return
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise reader.fail(
+            f"layer_types is {shown(kinds)}, expected a list with one entry for each of the {layers} layers"
+        )
+    for layer, kind in enumerate(kinds):
+        if kind not in _LAYER_KINDS:
             raise reader.fail(
-                f"layer_types is {shown(kinds)}, expected a list with one entry for each of the {layers} layers"
+                f"layer_types says {shown(kind)} for layer {layer}, but only {_LAYER_KINDS[0]!r} is supported"
             )
-        for layer, kind in enumerate(kinds):
-            if kind not in _LAYER_KINDS:
-                raise reader.fail(
-                    f"layer_types says {shown(kind)} for layer {layer}, but only {_LAYER_KINDS[0]!r} is supported"
-                )
 
 
 def _experts_hint(reader: _Reader, missing: list[str]) -> str:
@@ -222,6 +233,21 @@ def _rope_width(reader: _Reader) -> int:
             f"qk_rope_head_dim is {width}, expected a positive even number: rope turns pairs"
         )
     return width
+
+
+def _interleaves(reader: _Reader) -> dict[str, bool]:
+    """Both interleave flags; a false one is obeyed here and by no transformers, and two answers of one file are worth a line."""
+    flags = {key: reader.flag(key, True) for key in _INTERLEAVES}
+    off = [key for key, value in flags.items() if not value]
+    if off:
+        log.warning(
+            "%s: %s false: obeyed here, but transformers 5.23 does not read %s and interleaves always; "
+            "its model computes other values from the same weights",
+            reader.source,
+            " and ".join(off) + (" are" if off[1:] else " is"),
+            "these keys" if off[1:] else "this key",
+        )
+    return flags
 
 
 def _rope_theta(reader: _Reader) -> float:
@@ -341,7 +367,6 @@ def _block_size(reader: _Reader) -> tuple[int, int] | None:
         raise reader.fail(
             f"{name} is {shown(block)}, expected two positive whole numbers such as [128, 128]"
         )
-    unconverted_modules(reader.raw, f"{reader.source}: ")
     return (
         _at_most(reader, f"{name}[0]", block[0], MOST_SIZE),
         _at_most(reader, f"{name}[1]", block[1], MOST_SIZE),
@@ -370,6 +395,33 @@ def unconverted_modules(raw: Mapping[str, Any], prefix: str = "") -> tuple[str, 
     return tuple(listed)
 
 
+def _unconverted(reader: _Reader) -> tuple[str, ...]:
+    """Entries of ``modules_to_not_convert``, each once; transformers reads them as regular expressions, so they must be some."""
+    entries = tuple(dict.fromkeys(unconverted_modules(reader.raw, f"{reader.source}: ")))
+    key = "quantization_config.modules_to_not_convert"
+    if len(entries) > MOST_ENTRIES:
+        raise reader.fail(f"{key} has {len(entries)} entries, expected at most {MOST_ENTRIES}")
+    for entry in entries:
+        if (problem := _entry_problem(entry)) is not None:
+            raise reader.fail(
+                f"{key} holds {shown(entry)}, {problem}; write a module's name or a pattern such as 'model.layers.*.mlp'"
+            )
+    return entries
+
+
+def _entry_problem(entry: str) -> str | None:
+    """Why an entry is refused: what no regular expression is, and what a regular expression may search for without end."""
+    if not 0 < len(entry) <= LONGEST_ENTRY:
+        return f"which has {len(entry)} characters, expected 1 to {LONGEST_ENTRY}"
+    try:
+        re.compile(entry)
+    except (re.error, OverflowError) as error:
+        return f"which is no regular expression ({error})"
+    if re.search(r"\)[*+{?]", entry) or len(re.findall(r"[*+{]|(?<!\()\?", entry)) > MOST_REPEATS:
+        return f"which repeats a group or has more than {MOST_REPEATS} repetitions"
+    return None
+
+
 def _dtype(reader: _Reader) -> str:
     key = "dtype" if reader.has("dtype") else "torch_dtype"
     found = reader.raw[key] if reader.has(key) else "bfloat16"
@@ -381,6 +433,13 @@ def _dtype(reader: _Reader) -> str:
 
 def _check_sizes(reader: _Reader, fields: Mapping[str, Any]) -> None:
     experts = fields["n_routed_experts"]
+    layers = fields["num_hidden_layers"] + fields["num_nextn_predict_layers"]
+    tensors = 3 * experts * (layers - fields["first_k_dense_replace"])
+    if tensors > MOST_TENSORS:
+        raise reader.fail(
+            f"num_hidden_layers {fields['num_hidden_layers']}, num_nextn_predict_layers {fields['num_nextn_predict_layers']} and "
+            f"n_routed_experts {experts} make {tensors:,} tensors of experts, expected at most {MOST_TENSORS:,} (GLM-5.2: 58,368)"
+        )
     _at_most(reader, "num_experts_per_tok", fields["num_experts_per_tok"], experts)
     _at_most(reader, "topk_group", fields["topk_group"], fields["n_group"])
     if experts % fields["n_group"]:

@@ -57,7 +57,7 @@ class Held:
 
 
 def held(row: Row) -> Held:
-    """Return what one tensor, or a rank's part of it, costs; an unquantised weight is held in bf16."""
+    """Return what one tensor, or a rank's part of it, costs; an unquantised weight is held in the dtype of its file."""
     elements = math.prod(row.shape)
     if row.scale_shape is not None:
         return Held(elements, fp8_codes=elements, fp8_scales=4 * math.prod(row.scale_shape))

@@ -1,15 +1,17 @@
 """The real model of any rank of any layout, on meta tensors, in one process without a network.
 
-    from megatron_xorl.training.meta_model import build_on_meta, measure
+    from megatron_xorl.training.meta_model import build_on_meta, model_tensors
     model = build_on_meta(glm, ParallelLayout(tp=2, ep=8, world=16), rank=3)
-    measure(model)["decoder.layers.0.self_attention.linear_proj.weight"]
+    model_tensors(model)["decoder.layers.0.self_attention.linear_proj.weight"]["codes"].shape
 
 The one idea: :func:`~megatron_xorl.training.model.build_model` itself builds it, under torch's fake process group (every
 collective is a no-op, so that a world of any size fits in one process) and with meta as the default device, which
 ``specs.transformer_config`` takes over. What is counted is what a training run would allocate. Nothing but shapes exists: the
 model cannot be run or loaded.
 
-Refused: a process that already has process groups, since the model would be built for those.
+A weight that the config leaves unconverted is made dense afterwards, as the loader makes it on finding no scales in the file.
+
+Refused: a process that already has process groups, since the model would be built for those; a world that takes minutes.
 
 CPU command: ``megatron-xorl inspect glm-5.2 --build --tp 2 --ep 8``
 """
@@ -27,13 +29,20 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_xorl.config.layout import ParallelLayout, check_layout, rank_coordinates
+from megatron_xorl.config.layout import (
+    MOST_BUILT,
+    ParallelLayout,
+    check_layout,
+    rank_coordinates,
+)
 from megatron_xorl.config.model import GlmConfig
 from megatron_xorl.errors import LayoutError
 from megatron_xorl.fp8.weight import FrozenWeight
+from megatron_xorl.layers.base import megatron_modules
 from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.parallel.cpu import use_cpu
 from megatron_xorl.training.model import build_model
+from megatron_xorl.weights.names import hf_tensors
 
 __all__ = ["build_on_meta", "fake_world", "model_tensors"]
 
@@ -43,9 +52,14 @@ def fake_world(layout: ParallelLayout, rank: int) -> Iterator[None]:
     """Make this process ``rank`` of ``layout`` for Megatron, meanwhile; collectives do nothing.
 
     Raises:
-        LayoutError: there is no such rank, or process groups exist in this process.
+        LayoutError: there is no such rank, the world is too large, or process groups exist in this process.
     """
     rank_coordinates(layout, rank)
+    if layout.world > MOST_BUILT:
+        raise LayoutError(
+            f"a world of {layout.world} takes too long to build, expected at most {MOST_BUILT} processes; "
+            "every data-parallel replica holds the same, so build a smaller world"
+        )
     if dist.is_initialized():
         raise LayoutError(
             "this process has process groups already, and a model on meta needs groups of its own; "
@@ -81,11 +95,23 @@ def build_on_meta(
         dtype: ``torch.float32`` or ``torch.bfloat16``, of what is not FP8.
 
     Raises:
-        LayoutError: the model cannot be cut so, there is no such rank, or process groups exist in this process.
+        LayoutError: the model cannot be cut so, there is no such rank, the world is too large, or process groups exist in this
+            process.
     """
     check_layout(glm, layout)
     with fake_world(layout, rank), _quiet(), torch.device("meta"):
-        return build_model(glm, dtype=dtype)
+        model = build_model(glm, dtype=dtype)
+    _leave_unconverted(model, glm)
+    return model
+
+
+def _leave_unconverted(model: nn.Module, glm: GlmConfig) -> None:
+    """Make dense what the name table says an FP8 checkpoint of ``glm`` holds without scales."""
+    modules = megatron_modules(model)
+    for row in hf_tensors(glm) if glm.modules_to_not_convert else ():
+        host = None if row.megatron is None else modules.get(row.megatron.removesuffix(".weight"))
+        if not row.quantized and isinstance(host, AdapterHost) and host.base.quantized:
+            host.base.set_dense(torch.empty(host.base.shape, dtype=host.base.dtype, device="meta"))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ Facts the table encodes:
 * A layer whose ``indexer_types`` entry is ``shared`` owns no indexer tensors.
 * MTP layers (``model.layers.{num_hidden_layers}`` and on) are carried through conversion and never
   built: ``megatron`` is None.
+* ``quantization_config.modules_to_not_convert`` leaves modules of an FP8 checkpoint as they were; an unquantised checkpoint has
+  the dtype that its config names.
 * ``fp8`` rows have a companion ``<name>_scale_inv`` in an FP8 checkpoint. Norms, the router, the
   indexer's ``weights_proj`` and ``k_norm``, ``eh_proj``, the embedding and the head stay bf16;
   ``e_score_correction_bias`` is fp32 from file to file.
@@ -20,8 +22,9 @@ Imports no torch: listing what a checkpoint must hold takes a config and nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+import re
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,16 +32,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCALE_SUFFIX",
+    "SHIPPED_MISSPELLING",
     "TensorRow",
     "hf_tensors",
     "mtp_prefixes",
     "row_for",
     "rows_by_layer",
     "rows_by_name",
+    "unmatched_entries",
 ]
 
 SCALE_SUFFIX = "_scale_inv"
 """``<weight>_scale_inv`` holds the block scales of an FP8 weight; despite the name they multiply."""
+
+SHIPPED_MISSPELLING = ".self_attn.indexers_proj"
+"""How 21 entries of ``modules_to_not_convert`` in GLM-5.2's own config.json end; no module of the model has this name."""
 
 
 class TensorRow(NamedTuple):
@@ -178,6 +186,43 @@ def mtp_prefixes(config: GlmConfig) -> tuple[str, ...]:
     )
 
 
+def unmatched_entries(config: GlmConfig) -> tuple[str, ...]:
+    """Return the entries of ``modules_to_not_convert`` that name no module with a tensor of its own, but for the shipped misspelling.
+
+    They leave nothing out: ``mlp`` alone is no start and no end of such a module's name.
+    """
+    modules = {_module(row.hf) for row in hf_tensors(config)}
+    candidates = [
+        entry
+        for entry in config.modules_to_not_convert
+        if entry not in modules and not entry.endswith(SHIPPED_MISSPELLING)
+    ]
+    return tuple(entry for entry in candidates if not any(map(_left_out((entry,)), modules)))
+
+
+def _module(hf: str) -> str:
+    """The module that transformers converts or not for a tensor: its owner, for a routed expert the bank as a whole."""
+    bank, experts, _ = hf.partition(".mlp.experts.")
+    return bank + experts.removesuffix(".") if experts else hf.rpartition(".")[0]
+
+
+def _left_out(entries: tuple[str, ...]) -> Callable[[str], bool]:
+    """Return whether a module is left unconverted by one of ``entries``.
+
+    The rule of transformers 5.23: an entry is a regular expression for the beginning of the name up to the end of a component,
+    or it is literally the end of the name.
+    """
+    plain = [entry for entry in entries if re.fullmatch(r"[\w.-]+", entry)]
+    beginnings = (["|".join(plain)] if plain else []) + [e for e in entries if e not in {*plain}]
+    patterns = [re.compile(rf"(?:{beginning})(?:(?<=\.)|(?=\.|$))") for beginning in beginnings]
+
+    @cache
+    def left_out(module: str) -> bool:
+        return module.endswith(entries) or any(pattern.match(module) for pattern in patterns)
+
+    return left_out
+
+
 @lru_cache(maxsize=8)
 def _hf_tensors(config: GlmConfig) -> tuple[TensorRow, ...]:
     return tuple(_walk(config))
@@ -228,6 +273,9 @@ class _Expander:
     def __init__(self, config: GlmConfig) -> None:
         self._block = config.weight_block_size
         self._sizes = _sizes(config)
+        self._left_out = _left_out(config.modules_to_not_convert)
+        # A checkpoint that is not quantised has one dtype; in a quantised one that key says nothing of the file.
+        self._plain = "fp32" if self._block is None and config.dtype == "float32" else "bf16"
 
     def __call__(
         self, rows: tuple[_Row, ...], layer: int | None = None, experts: range | None = None
@@ -244,17 +292,18 @@ class _Expander:
                 yield TensorRow(f"{before}{expert}{after}", *target, expert, *rest)
 
     def _fill(self, row: _Row, layer: int | None) -> TensorRow:
+        hf = _full_name("model", row.hf, layer)
         shape = tuple(self._sizes[size] for size in row.shape.split())
-        scales = (
-            _grid(shape, self._block) if row.kind == "fp8" and self._block is not None else None
-        )
+        scales, dtype = None, "fp32" if row.kind == "fp32" else self._plain
+        if row.kind == "fp8" and self._block is not None and not self._left_out(_module(hf)):
+            scales, dtype = _grid(shape, self._block), "fp8"
         return TensorRow(
-            hf=_full_name("model", row.hf, layer),
+            hf=hf,
             megatron=None if row.megatron is None else _full_name("decoder", row.megatron, layer),
             part=row.part,
             expert=None,
             shape=shape,
-            dtype="bf16" if row.kind == "fp8" and scales is None else row.kind,
+            dtype=dtype,
             region=row.region,
             tp_axis=row.tp_axis,
             layer=layer,

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_xorl.config.layout import ParallelLayout, RankCoordinates, rank_coordinates
 from megatron_xorl.config.stages import pipeline_stages
-from megatron_xorl.errors import LayoutError
 from megatron_xorl.weights.names import TensorRow, rows_by_layer
 from megatron_xorl.weights.slices import owned_range, scale_range
 
@@ -35,15 +34,14 @@ _Part = tuple[tuple[slice, ...], tuple[slice, ...] | None, tuple[int, ...], tupl
 class OwnedTensor(NamedTuple):
     """The part of one checkpoint tensor that a rank holds.
 
-    ``megatron`` is the local parameter name on the rank (layers counted within the stage), ``chunk`` the rank's virtual stage,
-    ``bank`` the place of a routed expert in the rank's bank. ``ranges`` are element ranges in the checkpoint's tensor, an axis
-    each, ``scale_ranges`` the same on the grid of its block scales, None where it has none; ``shape`` and ``scale_shape`` are
-    their lengths. ``dtype`` and ``region`` are the table's.
+    ``megatron`` is the local parameter name on the rank (layers counted within the stage), ``bank`` the place of a routed expert
+    in the rank's bank. ``ranges`` are element ranges in the checkpoint's tensor, an axis each, ``scale_ranges`` the same on the
+    grid of its block scales, None where it has none; ``shape`` and ``scale_shape`` are their lengths. ``dtype`` and ``region``
+    are the table's.
     """
 
     row: TensorRow
     megatron: str
-    chunk: int
     bank: int | None
     ranges: tuple[slice, ...]
     scale_ranges: tuple[slice, ...] | None
@@ -53,59 +51,45 @@ class OwnedTensor(NamedTuple):
     region: str
 
 
-def owned_tensors(
-    config: GlmConfig,
-    layout: ParallelLayout,
-    rank: int,
-    stages: Sequence[range] | None = None,
-) -> Iterator[OwnedTensor]:
+def owned_tensors(config: GlmConfig, layout: ParallelLayout, rank: int) -> Iterator[OwnedTensor]:
     """Yield what ``rank`` holds, in the order of the name table.
 
     Args:
         config: the model.
         layout: sizes of the groups, legal for the model (``config.layout.check_layout``).
         rank: global rank, in Megatron's order.
-        stages: layers of each stage or, with virtual stages, of each chunk; the proposed cut by default.
 
     Raises:
-        LayoutError: there is no such rank, the stages are no multiple of pp, or a cut is off the block grid.
+        LayoutError: there is no such rank, or a cut is off the block grid.
     """
     where = rank_coordinates(layout, rank)
-    chunks = pipeline_stages(config, layout.pp) if stages is None else tuple(stages)
-    if len(chunks) % layout.pp:
-        raise LayoutError(
-            f"{len(chunks)} pipeline stages cannot be dealt out over pp {layout.pp}; use a multiple of it"
-        )
+    layers = pipeline_stages(config, layout.pp)[where.pp]
     experts = owned_experts(config, layout, where)
     # Layers have the same few kinds of tensors, so that ranges are worked out once a kind and names once a parameter.
     parts: dict[tuple[object, ...], _Part] = {}
     names: dict[str, str] = {}
-    for row, chunk, start in _rows(config, chunks, layout.pp, where.pp):
+    for row in _rows(config, layers):
         if row.expert is not None and row.expert not in experts:
             continue
         assert row.megatron is not None
         if (name := names.get(row.megatron)) is None:
-            name = names[row.megatron] = local_name(row.megatron, start)
+            name = names[row.megatron] = local_name(row.megatron, layers.start)
         kind = (row.shape, row.tp_axis, row.expert is None, row.quantized)
         if (part := parts.get(kind)) is None:
             part = parts[kind] = _part(config, row, layout, where)
         bank = None if row.expert is None else row.expert - experts.start
-        yield OwnedTensor(row, name, chunk, bank, *part, row.dtype, row.region)
+        yield OwnedTensor(row, name, bank, *part, row.dtype, row.region)
 
 
-def _rows(
-    config: GlmConfig, chunks: Sequence[range], pp: int, pp_rank: int
-) -> Iterator[tuple[TensorRow, int, int]]:
-    """Rows of a pipeline rank, all experts of them, each with its chunk and the first layer of that chunk."""
+def _rows(config: GlmConfig, layers: range) -> Iterator[TensorRow]:
+    """Rows of the stage with these layers, all experts of them."""
     by_layer = rows_by_layer(config)
-    own = chunks[pp_rank::pp]
-    if pp_rank == 0:
-        yield from ((row, 0, 0) for row in by_layer[None] if row.region == "embedding")
-    for chunk, layers in enumerate(own):
-        for layer in layers:
-            yield from ((row, chunk, layers.start) for row in by_layer[layer])
-    if pp_rank == pp - 1:
-        yield from ((row, len(own) - 1, 0) for row in by_layer[None] if row.region != "embedding")
+    if layers.start == 0:
+        yield from (row for row in by_layer[None] if row.region == "embedding")
+    for layer in layers:
+        yield from by_layer[layer]
+    if layers.stop == config.num_hidden_layers:
+        yield from (row for row in by_layer[None] if row.region != "embedding")
 
 
 def owned_experts(config: GlmConfig, layout: ParallelLayout, where: RankCoordinates) -> range:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import groupby, product
 from pathlib import Path
 
+from tests.base.bench import LENGTHS, Bench, Case
 from tests.base.contracts import CONTRACTS, Contract
-from tests.base.measures import LENGTHS, Bench, Case
 from tests.base.subject import Subject
 from tests.base.variants import TOPK, VARIANTS, WEIGHTS, write_variant
 
@@ -137,6 +137,16 @@ Each is run with four sizes of weights: as transformers initialises them (`defau
 with every projection four times as large, projections that keep the size of their input as in a trained model (`unit gain`),
 and those times four. Batches have {lengths} tokens where `index_topk` is {topk}, one row and three.
 
+A long row is computed in another way than a short one: its queries are scored, and attend, a few at a time, and the keys that
+they selected are copied out first, where a short row takes all queries and the whole range of keys at once. The two ways must
+give the same. So batches of one row run as the model chooses (at these lengths all at once, though with 12 heads copies are
+taken at {longest} tokens too), and batches of three rows are made to run as long rows do, forward and backward: always copies,
+and a few queries at a time in attention and in scoring. `tests/base/test_paths.py` counts that this is what happens.
+
+All configurations have at least 16 index heads. With fewer it happens that every head's ReLU is zero for several keys; their
+scores are then exactly equal, and which of them are among the `index_topk` best is arbitrary in transformers (here the earliest
+are taken), so there would be nothing to compare with.
+
 | contract | limit | worst figure | where it was worst | cases |
 |---|---|---|---|---|
 {rows}
@@ -157,6 +167,7 @@ def page(lines: Sequence[Line]) -> str:
         names="\n".join(f"- {name}" for name in VARIANTS),
         lengths=f"{', '.join(lengths)} or {last}",
         topk=TOPK,
+        longest=LENGTHS["above"],
         rows="\n".join("| " + " | ".join(line.cells()) + " |" for line in lines),
         meanings="\n\n".join(
             f"**{line.contract.name}** (limit {line.contract.limit}). {line.contract.meaning}"

@@ -2,7 +2,7 @@
 
 The one idea: every comparison of the matrix reads :class:`Seen`, in which our sequence-first tensors and
 transformers' batch-first ones have the same form: logits ``[b, s, vocab]``, selections as bool ``[b, s, s]``,
-routes as mixture weights and bool sets ``[b * s, experts]``.
+routes as mixture weights and bool sets ``[b * s, experts]``, and what both were chosen by.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
+from torch.overrides import TorchFunctionMode
 
 from megatron_xorl.config.model import GlmConfig, load_glm_config
 from tests.oracle import hf_oracle, hf_oracle_bf16
@@ -35,6 +37,10 @@ class Seen:
     """By sparse layer: ``[b * s, experts]``, zero where an expert was not chosen."""
     routes: dict[int, Tensor] = field(default_factory=dict)
     """By sparse layer: bool ``[b * s, experts]``."""
+    index_scores: dict[int, Tensor] = field(default_factory=dict)
+    """By full layer: fp32 ``[b, s, s]``; NaN where ours scored nothing, since the query takes all it may see."""
+    route_scores: dict[int, Tensor] = field(default_factory=dict)
+    """By sparse layer: ``[b * s, experts]``, what is chosen by: the sigmoid and the bias."""
     strangers: int = 0
     """Layers that used another selection than that of their source (ours only)."""
 
@@ -117,6 +123,50 @@ def hooked(hooks: list[Any]) -> Iterator[None]:
             hook.remove()
 
 
+class _LastTopk(TorchFunctionMode):
+    """Keeps what the last ``tensor.topk`` chose from."""
+
+    scores: Tensor
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Pass everything on."""
+        del types
+        if func is Tensor.topk:
+            self.scores = args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _index_scores(model: Any, ids: Tensor) -> Iterator[dict[int, Tensor]]:
+    """Our index scores by layer, as :class:`Seen` has them, of a forward on unpacked ``ids``."""
+    from megatron_xorl.layers import indexer
+
+    batch, length = ids.shape
+    kept: dict[int, Tensor] = {}
+    place = [0, 0]  # layer, batch row
+    real = indexer._scores
+
+    def enter(layer: int) -> None:
+        place[:] = layer, 0
+        kept[layer] = torch.full((batch, length, length), float("nan"))
+
+    def keep(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+        # Rows come in order and chunks are causal: the last of a chunk's queries is the last key that it is scored with.
+        scores, (layer, row), end = real(query, key, weights), place, key.shape[0]
+        kept[layer][row, end - len(query) : end, :end] = scores
+        place[1] += end == length
+        return scores
+
+    hooks = [
+        part.register_forward_pre_hook(lambda *_, n=n: enter(n))
+        for n, part in parts(model, indexer.Indexer)
+    ]
+    with hooked(hooks), patch.object(indexer, "_scores", keep):
+        yield kept
+
+
 def run_ours(model: Any, ids: Tensor) -> Seen:
     """Our forward, watched."""
     from megatron_xorl.layers.attention import SparseLatentAttention
@@ -127,13 +177,17 @@ def run_ours(model: Any, ids: Tensor) -> Seen:
     made: dict[int, Tensor] = {}
     used: dict[int, Tensor] = {}
     given: dict[int, Tensor | None] = {}
-    routed: dict[int, tuple[Tensor, Tensor]] = {}
+    routed: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def keep_routes(router: Any, given: Any, out: Any, n: int) -> None:
+        logits = linear(given[0].flatten(0, 1).float(), router.weight.float())
+        routed[n] = (*out, logits.sigmoid() + router.expert_bias)
+
     hooks = [
         part.register_forward_hook(lambda _, __, out, n=n: made.update({n: out}))
         for n, part in parts(model, Indexer)
     ] + [
-        part.register_forward_hook(lambda _, __, out, n=n: routed.update({n: out}))
-        for n, part in parts(model, GlmRouter)
+        part.register_forward_hook(partial(keep_routes, n=n)) for n, part in parts(model, GlmRouter)
     ]
     for n, part in parts(model, SparseLatentAttention):
         hooks.append(
@@ -142,7 +196,7 @@ def run_ours(model: Any, ids: Tensor) -> Seen:
             )
         )
         hooks.append(part.register_forward_hook(lambda _, __, out, n=n: used.update({n: out[1]})))
-    with torch.no_grad(), hooked(hooks):
+    with torch.no_grad(), hooked(hooks), _index_scores(model, ids) as index_scores:
         logits = forward_logits(model, ids)
     glm = model.glm_config
     strangers = [
@@ -152,8 +206,11 @@ def run_ours(model: Any, ids: Tensor) -> Seen:
         or (layer in glm.shared_indexer_layers and given[layer] is not used[layer])
     ]
     seen = Seen(logits, {n: index_sets(out) for n, out in made.items()}, strangers=len(strangers))
-    for n, (weights, sets) in routed.items():
-        seen.mixtures[n], seen.routes[n] = (_batch_first(t, ids) for t in (weights, sets))
+    seen.index_scores = index_scores
+    for n, told in routed.items():
+        seen.mixtures[n], seen.routes[n], seen.route_scores[n] = (
+            _batch_first(t, ids) for t in told
+        )
     return seen
 
 
@@ -166,30 +223,32 @@ def _batch_first(routes: Tensor, ids: Tensor) -> Tensor:
 def run_theirs(oracle: Any, ids: Tensor) -> Seen:
     """transformers' forward, watched."""
     made: dict[int, Tensor] = {}
-    routed: dict[int, tuple[Tensor, Tensor]] = {}
+    routed: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    scored: dict[int, Tensor] = {}
     hooks = []
+    topk = _LastTopk()
+
+    def keep_keys(_: Any, __: Any, out: Tensor, n: int) -> None:
+        made[n], scored[n] = out.long(), topk.scores
+
+    def keep_routes(gate: Any, _: Any, out: Any, n: int) -> None:
+        routed[n] = (*out[1:], out[0].sigmoid() + gate.e_score_correction_bias)
+
     for n, layer in enumerate(oracle.model.layers):
         if layer.self_attn.indexer is not None:
-            hooks.append(
-                layer.self_attn.indexer.register_forward_hook(
-                    lambda _, __, out, n=n: made.update({n: out.long()})
-                )
-            )
+            hook = layer.self_attn.indexer.register_forward_hook(partial(keep_keys, n=n))
+            hooks.append(hook)
         if hasattr(layer.mlp, "gate"):
-            hooks.append(
-                layer.mlp.gate.register_forward_hook(
-                    lambda _, __, out, n=n: routed.update({n: out[1:]})
-                )
-            )
-    with torch.no_grad(), hooked(hooks):
-        seen = Seen(oracle(input_ids=ids).logits)
+            hooks.append(layer.mlp.gate.register_forward_hook(partial(keep_routes, n=n)))
+    with torch.no_grad(), hooked(hooks), topk:
+        seen = Seen(oracle(input_ids=ids).logits, index_scores=scored)
     batch, length = ids.shape
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     for n, chosen in made.items():
         empty = torch.zeros(batch, length, length, dtype=torch.bool)
         # Padding picks of queries with fewer legal keys than top-k are masked again by transformers itself.
         seen.selected[n] = empty.scatter(-1, chosen, True) & causal
-    for n, (weights, chosen) in routed.items():
+    for n, (weights, chosen, seen.route_scores[n]) in routed.items():
         empty = torch.zeros(batch * length, oracle.config.n_routed_experts)
         seen.mixtures[n] = empty.to(weights.dtype).scatter(1, chosen, weights)
         seen.routes[n] = empty.bool().scatter(1, chosen, True)

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megatron_xorl.errors import WeightsError
+from tests.base.bench import Bench, Case
 from tests.base.contracts import CONTRACTS
-from tests.base.measures import Bench, Case
 from tests.base.subject import Subject
 from tests.base.variants import VARIANTS, WEIGHTS, write_variant
 from tests.layers import test_parity_faults as faults

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.base import measures
+from tests.base.bench import LENGTHS, Bench, Case
 from tests.base.contracts import CONTRACTS
 from tests.base.matrix import THOROUGH, Line, full_product, representative, run_matrix, table
-from tests.base.measures import Bench, Case
 from tests.base.subject import Subject
 from tests.base.variants import TOPK, VARIANTS, WEIGHTS, write_variant
 
@@ -32,7 +32,7 @@ def test_every_contract_holds_on_the_representative_cases(tmp_path: Path) -> Non
 def test_any_length_is_transformers(
     length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(measures.LENGTHS, "odd", length)
+    monkeypatch.setitem(LENGTHS, "odd", length)
     variant, weights = "5.2-like", "unit gain"
     subject = Subject(write_variant(tmp_path / "model", VARIANTS[variant], WEIGHTS[weights]))
     bench = Bench(Case(variant, weights, "odd", 2), subject, tmp_path)

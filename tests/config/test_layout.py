@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+
 import pytest
 
 from megatron_xorl.config.layout import (
@@ -49,6 +52,9 @@ def test_layouts_of_the_tiny_model_that_are_legal(layout: ParallelLayout) -> Non
         (ParallelLayout(cp=2, world=2), ["cp 2", "one context-parallel rank", "legal: 1"]),
         (ParallelLayout(tp=0), ["tp is 0"]),
         (ParallelLayout(ep=True), ["ep is True"]),
+        (ParallelLayout(world=2**20 + 1), ["world is 1048577, expected at most 1048576"]),
+        (ParallelLayout(ep=2, world=10**20), ["world is a number of 67 bits, expected at most"]),
+        (ParallelLayout(tp=10**20, world=10**20), ["tp is a number of 67 bits", "world is a"]),
     ],
 )
 def test_layouts_of_the_tiny_model_that_are_not(layout: ParallelLayout, says: list[str]) -> None:
@@ -56,6 +62,36 @@ def test_layouts_of_the_tiny_model_that_are_not(layout: ParallelLayout, says: li
         check_layout(TINY, layout)
     for words in says:
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [3, 5, 7, 48, 96, 1000])
+@pytest.mark.parametrize("kind", ["tp", "ep", "etp"])
+def test_the_nearest_legal_sizes_are_those_that_trying_all_sizes_finds(
+    kind: str, size: int
+) -> None:
+    legal = [n for n in range(1, 2049) if not layout_problems(GLM, alone(kind, n))]
+    nearest = sorted(sorted(legal, key=lambda n: (abs(n - size), n))[:3])
+    (problem,) = layout_problems(GLM, alone(kind, size))
+    assert problem.endswith(f"nearest legal: {', '.join(map(str, nearest))}")
+
+
+def alone(kind: str, size: int) -> ParallelLayout:
+    return ParallelLayout(**{kind: size, "world": size})
+
+
+def test_the_largest_sizes_of_a_config_are_searched_at_once() -> None:
+    huge = dataclasses.replace(
+        GLM,
+        num_attention_heads=2**24,
+        vocab_size=2**24,
+        moe_intermediate_size=2**24,
+        intermediate_size=2**24,
+    )
+    start = time.process_time()
+    for kind in ("tp", "etp"):
+        assert "nearest legal: 1, 2, 4" in layout_problems(huge, alone(kind, 3))[0]
+    # Measured 0.01 s; all sizes in turn took 20 s.
+    assert time.process_time() - start < 1
 
 
 def test_every_reason_is_given_at_once() -> None:

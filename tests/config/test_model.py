@@ -69,6 +69,7 @@ def test_the_older_models_own_an_indexer_in_every_layer_and_differ_in_theta(name
         max_position_embeddings=1048576,
         indexer_types=newest.indexer_types,
         weight_block_size=(128, 128),
+        modules_to_not_convert=newest.modules_to_not_convert,
     )
     assert same == newest
 
@@ -204,6 +205,14 @@ def test_what_is_not_implemented_is_refused_by_name(key: str, value: Any) -> Non
         ("weight_block_size", [32, 10**30]),
         ("modules_to_not_convert", "lm_head"),
         ("modules_to_not_convert", ["lm_head", None]),
+        ("modules_to_not_convert", [""]),
+        ("modules_to_not_convert", ["*.mlp.gate"]),
+        ("modules_to_not_convert", ["x" * 257]),
+        ("modules_to_not_convert", ["a{99999999999}"]),
+        ("modules_to_not_convert", ["(.+)+x"]),
+        ("modules_to_not_convert", [".*" * 4 + "x"]),
+        ("modules_to_not_convert", ["o?" * 4 + "x"]),
+        ("modules_to_not_convert", [f"m{i}" for i in range(2**11 + 1)]),
     ],
 )
 def test_another_quantisation_is_refused_by_name(key: str, value: Any) -> None:
@@ -263,3 +272,91 @@ def test_a_shared_layer_uses_the_nearest_full_layer_before_it() -> None:
     with pytest.raises(ConfigError, match="layer 78 does not exist"):
         glm.indexer_source(78)
     assert [glm.is_dense(layer) for layer in (0, 2, 3)] == [True, True, False]
+
+
+def test_more_tensors_than_can_be_listed_are_refused_though_each_size_is_within_its_bound() -> None:
+    many = {"num_hidden_layers": 1000, "indexer_types": ..., "layer_types": ...}
+    many |= {"index_topk_freq": ..., "mlp_layer_types": ..., "first_k_dense_replace": 1}
+    message = refused(tiny(**many, n_routed_experts=2**16))
+    assert "num_hidden_layers 1000" in message and "n_routed_experts 65536" in message
+    assert "196,608,000 tensors of experts, expected at most 262,144" in message
+    assert GlmConfig.from_dict(tiny(**many, n_routed_experts=87)).n_routed_experts == 87
+    mtp = refused(tiny(n_routed_experts=2**16, num_nextn_predict_layers=1))
+    assert "num_nextn_predict_layers 1" in mtp
+
+
+def test_the_missing_number_of_layers_is_named_before_what_depends_on_it() -> None:
+    message = refused(tiny(num_hidden_layers=...))
+    assert "num_hidden_layers missing" in message
+    assert "None" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            '{"hidden_size": 1, "hidden_size": 2}',
+            "key 'hidden_size' is written twice, with 1 and 2",
+        ),
+        ('{"a": {"rope_theta": 1, "rope_theta": 1}}', "key 'rope_theta' is written twice"),
+        ('{"a": [{"b": 1, "\\u0062": 2}]}', "key 'b' is written twice"),
+    ],
+)
+def test_a_key_that_the_file_writes_twice_is_refused_by_name(
+    text: str, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_glm_config(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {says}")
+
+
+@pytest.mark.parametrize(
+    ("off", "named"),
+    [
+        (["rope_interleave"], "config.json: rope_interleave is false"),
+        (["indexer_rope_interleave"], "config.json: indexer_rope_interleave is false"),
+        (
+            ["rope_interleave", "indexer_rope_interleave"],
+            "config.json: rope_interleave and indexer_rope_interleave are false",
+        ),
+        ([], None),
+    ],
+)
+def test_half_split_rope_is_obeyed_with_one_warning_that_transformers_interleaves(
+    off: list[str], named: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    glm = GlmConfig.from_dict(tiny(**dict.fromkeys(off, False)), "config.json")
+    assert glm.rope_interleave == ("rope_interleave" not in off)
+    assert glm.indexer_rope_interleave == ("indexer_rope_interleave" not in off)
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    if named is None:
+        assert told == []
+        return
+    ((level, message),) = told
+    assert level == "WARNING" and message.startswith(named)
+    assert "transformers 5.23 does not read" in message and "interleaves always" in message
+
+
+def test_transformers_reads_neither_interleave_key() -> None:
+    """What the warning says, on transformers' own source."""
+    from importlib.util import find_spec
+
+    spec = find_spec("transformers.models.glm_moe_dsa")
+    assert spec is not None and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0])
+    text = "".join(file.read_text() for file in sorted(folder.glob("*.py")))
+    assert "apply_rotary_pos_emb_interleave(" in text
+    assert "rope_interleave" not in text.replace("indexer_rope_interleave", "rope_interleave")
+
+
+def test_what_is_not_converted_is_carried_once_each_and_only_of_a_quantised_checkpoint() -> None:
+    quant = preset_dict("tiny")["quantization_config"]
+    for listed, carried in (
+        (["lm_head", "o_proj", "lm_head"], ("lm_head", "o_proj")),
+        ([], ()),
+        (None, ()),
+    ):
+        raw = tiny(quantization_config=quant | {"modules_to_not_convert": listed})
+        assert GlmConfig.from_dict(raw).modules_to_not_convert == carried
+    assert GlmConfig.from_dict(tiny(quantization_config=...)).modules_to_not_convert == ()

@@ -208,3 +208,19 @@ def test_the_process_can_go_on_and_a_process_with_groups_is_refused(tiny_dir: Pa
     assert told["dtype"] == "torch.float32"
     assert "process groups already" in told["while groups exist"]
     assert tuple(told["logits"]) == (1, 40, 320)
+
+
+def example() -> tuple[int, ...]:
+    """Run the lines that the module's docstring shows, for the tiny model."""
+    from megatron_xorl.training import meta_model
+
+    assert meta_model.__doc__ is not None
+    lines = [line[4:] for line in meta_model.__doc__.splitlines() if line.startswith("    ")]
+    names = {"glm": load_glm_config("tiny"), "ParallelLayout": ParallelLayout}
+    exec("\n".join(lines[:-1]), names)
+    return tuple(eval(lines[-1], names))
+
+
+def test_the_lines_in_the_docstring_run() -> None:
+    # o_proj [128, 8 heads of 64], its columns cut by two
+    assert run_world(example, 1, process_group=False) == [(128, 256)]

@@ -149,6 +149,24 @@ def test_a_run_that_is_killed_and_resumed_equals_the_uninterrupted_one_bit_for_b
     assert len(differing(whole / second, whole / last)) > 100
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+        "--recompute-granularity selective --recompute-modules mla_up_proj layernorm moe mlp",
+    ],
+)
+def test_recompute_through_the_entry_trains_the_same_bits(
+    inputs: Path, tiny_dir: Path, whole: Path, tmp_path: Path, recompute: str
+) -> None:
+    argv = [*arguments(inputs, tiny_dir, tmp_path), "--expert-model-parallel-size", "2"]
+    run(ours, 2, [*argv, *recompute.split()])
+    assert metrics(tmp_path) == metrics(whole)
+    last = "checkpoints/iter_0000005"
+    assert differing(tmp_path / last, whole / last) == []
+
+
 def test_the_logged_loss_is_the_sum_over_trained_tokens_divided_by_their_number(
     inputs: Path, tiny_dir: Path, whole: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from megatron_xorl.weights.names import (
     row_for,
     rows_by_layer,
     rows_by_name,
+    unmatched_entries,
 )
 
 
@@ -203,3 +205,79 @@ def test_the_table_needs_no_torch():
         )
         > 0
     )
+
+
+NOT_FP8 = ("lm_head", "weights_proj")  # linear layers that this format never quantises
+LISTS = [
+    (),
+    ("mlp", "self_attn"),
+    ("model.layers.1.mlp", "model.layers.0.self_attn."),
+    ("o_proj", "experts"),
+    ("gate_proj",),
+    ("model.layers.1.mlp.gate", "model.layers.3.mlp.shared_experts.down"),
+    ("model.layers.2.mlp.experts.5.gate_proj",),
+    ("model.layers.*.mlp.experts", "model.layers.[01].self_attn.q_a"),
+    ("model.layers.0|model.layers.1.self_attn", r".*\.indexer\.wk"),
+    ("model.layers.1",),
+    ("layers.1", "model.layers.0.mlp.up.proj"),
+]
+
+
+def converted_by_transformers(listed):
+    """The oracle: which layers transformers itself makes FP8 of a tiny model, told what not to convert."""
+    import torch
+    from transformers import FineGrainedFP8Config, GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+    from transformers.integrations import finegrained_fp8 as fp8
+
+    raw = {key: value for key, value in preset_dict("tiny").items() if key != "quantization_config"}
+    with torch.device("meta"):
+        model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**raw))
+    model = fp8.replace_with_fp8_linear(
+        model,
+        modules_to_not_convert=[*NOT_FP8, *listed],
+        quantization_config=FineGrainedFP8Config(weight_block_size=(32, 32)),
+    )
+    kinds = (fp8.FP8Linear, fp8.FP8Experts)
+    return {name for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def test_what_is_left_unconverted_is_what_transformers_leaves():
+    config = load_glm_config("tiny")
+    found = set()
+    for listed in LISTS:
+        rows = hf_tensors(dataclasses.replace(config, modules_to_not_convert=listed))
+        ours = {
+            re.sub(r"(experts)\.\d+\..*", r"\1", row.hf.removesuffix(".weight"))
+            for row in rows
+            if row.quantized and row.megatron is not None
+        }
+        assert ours == converted_by_transformers(listed)
+        found.add(frozenset(ours))
+        for row in rows:
+            assert (row.dtype == "fp8") == row.quantized == (row.scale_name is not None)
+    assert len(found) == len(LISTS) - 3  # three of the lists leave nothing out, like the empty one
+
+
+def test_an_entry_that_names_no_module_with_a_weight_is_found():
+    config = dataclasses.replace(
+        load_glm_config("tiny"),
+        modules_to_not_convert=(
+            *("lm_head", "lm_haed", "mlp", "o_proj", "model.layers.1", "model.layers.9"),
+            *("model.layers.*.mlp", "model.layers.4.mlp.gate", "model.layers.0.mlp.gate"),
+            *("model.layers.0.self_attn.indexers_proj", "model.layers.2.mlp.experts.5.gate_proj"),
+        ),
+    )
+    assert unmatched_entries(config) == (
+        *("lm_haed", "mlp", "model.layers.9", "model.layers.0.mlp.gate"),
+        "model.layers.2.mlp.experts.5.gate_proj",
+    )
+    assert unmatched_entries(load_glm_config("glm-5.2")) == ()
+
+
+def test_only_an_unquantised_checkpoint_takes_its_dtype_from_the_config():
+    tiny = dataclasses.replace(load_glm_config("tiny"), dtype="float32")
+    assert {row.dtype for row in hf_tensors(tiny)} == {"fp8", "bf16", "fp32"}
+    plain = dataclasses.replace(tiny, weight_block_size=None)
+    assert {row.dtype for row in hf_tensors(plain)} == {"fp32"}
+    half = dataclasses.replace(plain, dtype="float16")
+    assert {row.dtype for row in hf_tensors(half)} == {"bf16", "fp32"}

@@ -16,7 +16,6 @@ import pytest
 from megatron_xorl.config.layout import ParallelLayout, check_layout, rank_coordinates
 from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.config.stages import pipeline_stages
-from megatron_xorl.errors import LayoutError
 from megatron_xorl.weights import placement
 from megatron_xorl.weights.names import hf_tensors, row_for
 from megatron_xorl.weights.placement import (
@@ -176,26 +175,6 @@ def test_layers_are_counted_within_the_stage() -> None:
     names = {item.megatron for item in owned_tensors(FP8, ParallelLayout(pp=2, world=2), 1)}
     layers = {int(name.split(".")[2]) for name in names if name.startswith("decoder.layers.")}
     assert layers == set(range(40))
-
-
-def test_virtual_stages_are_dealt_out_in_turn_and_number_their_layers_from_0() -> None:
-    layout, chunks = ParallelLayout(pp=2, world=2), pipeline_stages(FP8, 2, 2)
-    held = [list(owned_tensors(FP8, layout, rank, chunks)) for rank in range(2)]
-    for rank, items in enumerate(held):
-        for chunk in (0, 1):
-            layers = {i.row.layer for i in items if i.chunk == chunk} - {None}
-            assert layers == set(chunks[2 * chunk + rank])
-            local = {
-                int(item.megatron.split(".")[2])
-                for item in items
-                if item.chunk == chunk and item.row.layer is not None
-            }
-            assert local == set(range(len(layers)))
-    assert [i.chunk for i in held[0] if i.region == "embedding"] == [0]
-    assert [i.chunk for i in held[1] if i.region == "lm_head"] == [1]
-    assert sum(map(len, held)) == 58_794
-    with pytest.raises(LayoutError, match="3 pipeline stages cannot be dealt out over pp 2"):
-        list(owned_tensors(FP8, layout, 0, pipeline_stages(FP8, 3)))
 
 
 def unlike_the_loader(directory: str, sizes: dict[str, int]) -> tuple[int, list[str]]:
