@@ -161,20 +161,19 @@ def test_megatrons_parser_reads_the_proposed_layout_of_78_layers_as_it_was_meant
     from megatron.core import parallel_state
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    from megatron_xorl.config.stages import megatron_layout, megatron_layout_lists, pipeline_stages
+    from megatron_xorl.config.stages import megatron_layout, pipeline_stages
 
     virtual = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
     monkeypatch.setattr(parallel_state, virtual, vpp if vpp > 1 else None)
     stages = pipeline_stages(load_glm_config("glm-5.2"), pp, vpp)
-    for layout in (megatron_layout(stages), megatron_layout_lists(stages)):
-        parsed = PipelineParallelLayerLayout(layout, pp)
-        # No MTP layer is in it, and none is asked for.
-        parsed.validate_layer_layout(num_layers=78, mtp_num_layers=None)
-        for index, stage in enumerate(stages):
-            where = {"vp_stage": index // pp, "pp_rank": index % pp}
-            assert parsed.get_layer_id_list(**where) == list(stage)
-            assert parsed.get_layer_offset(**where) == stage.start
-            assert parsed.get_num_layers_to_build(**where) == len(stage)
+    parsed = PipelineParallelLayerLayout(megatron_layout(stages), pp)
+    # No MTP layer is in it, and none is asked for.
+    parsed.validate_layer_layout(num_layers=78, mtp_num_layers=None)
+    for index, stage in enumerate(stages):
+        where = {"vp_stage": index // pp, "pp_rank": index % pp}
+        assert parsed.get_layer_id_list(**where) == list(stage)
+        assert parsed.get_layer_offset(**where) == stage.start
+        assert parsed.get_num_layers_to_build(**where) == len(stage)
 
 
 def test_a_layout_that_is_not_megatrons_or_another_models_is_refused_with_the_one_to_use() -> None:

@@ -24,7 +24,6 @@ from megatron_xorl.errors import LayoutError
 __all__ = [
     "check_stage_starts",
     "megatron_layout",
-    "megatron_layout_lists",
     "nearest_legal",
     "pipeline_problem",
     "pipeline_stages",
@@ -146,11 +145,3 @@ def megatron_layout(stages: Sequence[range]) -> str:
     parts[0] = "E" + parts[0]
     parts[-1] += "L"
     return "|".join(parts)
-
-
-def megatron_layout_lists(stages: Sequence[range]) -> list[list[str]]:
-    """Return the same as lists of layer types, a list a stage, for ``pipeline_model_parallel_layout`` in Python."""
-    lists = [["decoder"] * len(stage) for stage in stages]
-    lists[0].insert(0, "embedding")
-    lists[-1].append("loss")
-    return lists

@@ -8,18 +8,15 @@ warning, but for the misspelling that the shipped checkpoints have (``indexers_p
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_xorl.config.parse import unconverted_modules
 from megatron_xorl.errors import WeightsError, nearest
-from megatron_xorl.weights.names import SCALE_SUFFIX, TensorRow, rows_by_name
+from megatron_xorl.weights.names import SCALE_SUFFIX, TensorRow, rows_by_name, unmatched_entries
 from megatron_xorl.weights.shards import Entry
 
 if TYPE_CHECKING:
@@ -32,9 +29,6 @@ log = logging.getLogger(__name__)
 
 _FILE_DTYPES = {"fp8": "F8_E4M3", "bf16": "BF16", "fp32": "F32"}
 _SHOWN = 20
-_SHIPPED_MISSPELLING = (
-    ".self_attn.indexers_proj"  # config.json of GLM-5.2-FP8: no module has this name
-)
 
 
 def check_checkpoint(checkpoint: Checkpoint, config: GlmConfig) -> None:
@@ -56,7 +50,7 @@ def check_checkpoint(checkpoint: Checkpoint, config: GlmConfig) -> None:
             problems += _tensor(rows[name], entry, name + SCALE_SUFFIX in checkpoint)
         elif name.endswith(SCALE_SUFFIX):
             problems += _scale(checkpoint, name, entry, entries, rows)
-    problems += _unmatched(checkpoint)
+    _warn_of_unmatched(config)
     if problems:
         raise WeightsError(_message(checkpoint, problems))
 
@@ -148,8 +142,8 @@ def _tensor(row: TensorRow, entry: Entry, has_scale: bool) -> Iterator[str]:
             "%s is bf16: its fp32 values are lost in this file and expert choice differs; use the original",
             row.hf,
         )
-    elif entry.dtype != expected and (entry.dtype, expected) != ("F32", "BF16"):
-        # Wider values lose nothing: what `import --dtype fp32` writes, or a master copy.
+    elif entry.dtype != expected and {entry.dtype, expected} != {"F32", "BF16"}:
+        # The loader goes by the file, whatever the config's dtype says: fp32 masters, or bf16 under a config of fp32.
         yield f"{row.hf} is {entry.dtype}, expected {expected}; convert the checkpoint with its own tool or fetch the original"
 
 
@@ -170,7 +164,10 @@ def _scale(
         return
     row = rows.get(weight)
     if row is None or row.scale_shape is None:
-        yield f"{name} scales {weight}, which this config does not quantise; config and weights are of two models"
+        yield (
+            f"{name} scales {weight}, which config.json leaves out (modules_to_not_convert) or gives in bf16; "
+            "config and weights are of two models"
+        )
         return
     if entry.dtype != "F32":
         yield f"{name} is {entry.dtype}, expected F32; narrower scales have lost the values"
@@ -189,41 +186,12 @@ def _scale(
             )
 
 
-def _unmatched(checkpoint: Checkpoint) -> Iterator[str]:
+def _warn_of_unmatched(config: GlmConfig) -> None:
     """Warn of ``modules_to_not_convert`` entries that name no module: they protect nothing."""
-    path = checkpoint.directory / "config.json"
-    if not path.is_file():
-        return
-    try:
-        listed = unconverted_modules(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, RecursionError) as error:
-        yield f"config.json: {error}"
-        return
-    modules = _modules(checkpoint)
-    unmatched = [entry for entry in listed if not _matches(entry, modules)]
-    shipped = [entry for entry in unmatched if entry.endswith(_SHIPPED_MISSPELLING)]
-    other = [entry for entry in unmatched if not entry.endswith(_SHIPPED_MISSPELLING)]
-    for level, entries in ((logging.DEBUG, shipped), (logging.WARNING, other)):
-        if entries:
-            log.log(
-                level,
-                "quantization_config.modules_to_not_convert: %d entries name no module of the checkpoint (first: %s); what is "
-                "quantised is decided by the scales in the file",
-                len(entries),
-                entries[0],
-            )
-
-
-def _modules(checkpoint: Checkpoint) -> set[str]:
-    """Every module path of the checkpoint, parents included."""
-    modules: set[str] = set()
-    for name in checkpoint.names():
-        while (name := name.rpartition(".")[0]) and name not in modules:
-            modules.add(name)
-    return modules
-
-
-def _matches(entry: str, modules: set[str]) -> bool:
-    return entry in modules or (
-        "*" in entry and any(fnmatchcase(module, entry) for module in modules)
-    )
+    if entries := unmatched_entries(config):
+        log.warning(
+            "quantization_config.modules_to_not_convert: %d entries name no module of the checkpoint (first: %s); what is "
+            "quantised is decided by the scales in the file",
+            len(entries),
+            entries[0],
+        )

@@ -32,8 +32,9 @@ NOT_SEMANTIC = (
     "pad_token_id",
     "eos_token_id",
     "dtype",
+    "modules_to_not_convert",
 )
-"""Config fields that change no value the model computes from given weights and tokens."""
+"""Config fields that change no value the model computes from given weights and tokens (what is quantised, the tensors say)."""
 
 
 def fingerprint(config: GlmConfig, checkpoint: Checkpoint) -> str:

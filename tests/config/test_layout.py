@@ -90,7 +90,7 @@ def test_the_largest_sizes_of_a_config_are_searched_at_once() -> None:
     start = time.process_time()
     for kind in ("tp", "etp"):
         assert "nearest legal: 1, 2, 4" in layout_problems(huge, alone(kind, 3))[0]
-    # Measured 0.01 s; all sizes in turn took 20 s.
+    # Measured 2 ms; trying all sizes in turn took 8 s and 11 s.
     assert time.process_time() - start < 1
 
 

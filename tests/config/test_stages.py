@@ -12,7 +12,6 @@ from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.config.stages import (
     check_stage_starts,
     megatron_layout,
-    megatron_layout_lists,
     pipeline_stages,
 )
 from megatron_xorl.errors import LayoutError
@@ -121,12 +120,7 @@ def test_a_stage_without_layers_counts_in_the_proposal() -> None:
         check_stage_starts(GLM, [0, 7], stages=3)
 
 
-def test_megatrons_two_forms_say_the_same() -> None:
+def test_a_layout_is_written_in_megatrons_words() -> None:
     stages = (range(0, 1), range(1, 3), range(3, 4))
     assert megatron_layout(stages) == "Et|t*2|tL"
-    assert megatron_layout_lists(stages) == [
-        ["embedding", "decoder"],
-        ["decoder", "decoder"],
-        ["decoder", "loss"],
-    ]
     assert megatron_layout((range(0, 4),)) == "Et*4L"

@@ -117,13 +117,10 @@ def test_an_intact_checkpoint_is_accepted_and_the_shipped_misspelling_is_no_warn
         caplog.clear()
         with caplog.at_level(logging.DEBUG, "megatron_xorl"):
             HfCheckpoint(directory).validate(load_glm_config(directory))
-        assert [(r.levelname, r.getMessage().split(" (")[0]) for r in caplog.records] == [
-            (
-                "DEBUG",
-                "quantization_config.modules_to_not_convert: 2 entries name no module of the checkpoint",
-            )
-        ]
-        assert "indexers_proj" in caplog.text
+        assert not caplog.records
+        assert any(
+            "indexers_proj" in name for name in load_glm_config(directory).modules_to_not_convert
+        )
 
 
 def list_unconverted(directory: Path, listed: object) -> None:
@@ -143,10 +140,7 @@ def test_another_entry_that_names_no_module_is_a_warning(copy, caplog):
 
 @pytest.mark.parametrize("listed", ["lm_head", 7, {"a": 1}, ["lm_head", None], [3]], ids=str)
 def test_a_list_of_unconverted_modules_that_is_none_is_refused_by_name(copy, listed):
-    config = load_glm_config(copy)
     list_unconverted(copy, listed)
-    with pytest.raises(WeightsError, match=r"quantization_config\.modules_to_not_convert"):
-        HfCheckpoint(copy).validate(config)
     with pytest.raises(ConfigError, match=r"quantization_config\.modules_to_not_convert"):
         load_glm_config(copy)
 
