@@ -19,7 +19,6 @@ from typing import Any
 
 from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.convert.importer import (
-    LAYOUT_NAME,
     RAW_INDEX_NAME,
     block_of,
     identity,
@@ -39,7 +38,7 @@ from megatron_xorl.convert.stream import Conversion, Job, run
 from megatron_xorl.convert.values import OutputTensor
 from megatron_xorl.errors import WeightsError
 from megatron_xorl.weights.megatron_checkpoint import MegatronCheckpoint
-from megatron_xorl.weights.opening import is_megatron, read_files
+from megatron_xorl.weights.opening import LAYOUT_NAME, is_megatron, read_files, refuse_unlisted
 from megatron_xorl.weights.writer import INDEX_NAME
 
 __all__ = ["export_checkpoint"]
@@ -71,7 +70,7 @@ def export_checkpoint(
     start = time.perf_counter()
     source, out = Path(source), Path(out)
     refuse_nested(source, out)
-    listed = read_files(source)
+    listed = read_files(source, small=hashed)
     if not is_megatron(source):
         raise WeightsError(
             f"{source} is no Megatron checkpoint; `megatron-xorl import` makes one of a Hugging Face directory"
@@ -80,6 +79,7 @@ def export_checkpoint(
     config = load_glm_config(source)
     options.check(config)
     layout = _read_layout(checkpoint)
+    refuse_unlisted(source, checkpoint.shards(), listed)
     checkpoint.validate(config)
     checkpoint.close()
     shards = layout["shards"]

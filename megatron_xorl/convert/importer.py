@@ -39,15 +39,21 @@ from megatron_xorl.weights.container import ALIGNMENT, container
 from megatron_xorl.weights.dcp_metadata import Item, metadata_bytes
 from megatron_xorl.weights.keys import METADATA_NAME, key_table
 from megatron_xorl.weights.manifest import MANIFEST
-from megatron_xorl.weights.opening import PROGRESS_NAME, Checkpoint, is_megatron, read_files
+from megatron_xorl.weights.opening import (
+    LAYOUT_NAME,
+    PROGRESS_NAME,
+    Checkpoint,
+    is_megatron,
+    read_files,
+    refuse_unlisted,
+)
 from megatron_xorl.weights.reader import HfCheckpoint
 from megatron_xorl.weights.writer import INDEX_NAME
 
-__all__ = ["COMMON_NAME", "CONFIG_NAME", "LAYOUT_NAME", "RAW_INDEX_NAME", "import_checkpoint"]
+__all__ = ["COMMON_NAME", "CONFIG_NAME", "RAW_INDEX_NAME", "import_checkpoint"]
 
 CONFIG_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
-LAYOUT_NAME = "hf/shards.json"
 RAW_INDEX_NAME = f"hf/{INDEX_NAME}"
 
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -82,12 +88,13 @@ def import_checkpoint(
     start = time.perf_counter()
     source, out = Path(source), Path(out)
     refuse_nested(source, out)
-    listed = read_files(source)
+    listed = read_files(source, small=hashed)
     if is_megatron(source):
         raise WeightsError(
             f"{source} is a Megatron checkpoint already; use `megatron-xorl export` for the other direction"
         )
     checkpoint = HfCheckpoint(source)
+    refuse_unlisted(source, checkpoint.shards(), listed)
     config = load_glm_config(source)
     options.check(config)
     _refuse_strays(checkpoint)

@@ -10,15 +10,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from pathlib import Path
+import re
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_xorl.errors import CheckpointError
 
-__all__ = ["MANIFEST", "describe_files", "read_manifest", "verify_files", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "describe_files",
+    "described_fault",
+    "parse_json",
+    "read_manifest",
+    "verify_files",
+    "write_manifest",
+]
 
 MANIFEST = "manifest.json"
 SELF = "manifest_sha256"
+
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def describe_files(directory: Path, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -55,7 +66,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     path = directory / MANIFEST
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(
             f"{directory} has no {MANIFEST}: saving it was interrupted or it is no checkpoint; use another iteration"
@@ -72,7 +83,43 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has other content than when it was saved (SHA-256 differs); the checkpoint is damaged: use another iteration"
         )
+    for name, described in document["files"].items():
+        fault = _name_fault(name) or described_fault(described)
+        if fault is not None:
+            raise CheckpointError(
+                f"{path}: files, {name!r}: {fault}; the checkpoint is damaged: use another iteration"
+            )
     return document
+
+
+def parse_json(content: bytes) -> Any:
+    """Return what a JSON document holds.
+
+    Raises:
+        ValueError: it is no UTF-8 or no JSON, or nested deeper than any document of ours.
+    """
+    try:
+        return json.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def described_fault(described: Any) -> str | None:
+    """Say what is wrong with a file's ``{"size", "sha256"}``, of which the hash may be absent; None if nothing is."""
+    if not isinstance(described, dict):
+        return f"found {type(described).__name__}, expected size and sha256"
+    size, sha256 = described.get("size"), described.get("sha256", "0" * 64)
+    if type(size) is not int or size < 0:
+        return f"size is {size!r}, expected a number of bytes"
+    if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        return "sha256 is not 64 hexadecimal digits"
+    return None
+
+
+def _name_fault(name: str) -> str | None:
+    parts = PurePosixPath(name)
+    plain = name and not parts.is_absolute() and ".." not in parts.parts and "\0" not in name
+    return None if plain and str(parts) == name != "." else "names no file inside the directory"
 
 
 def verify_files(directory: Path, files: dict[str, dict[str, Any]], *, hashes: bool = True) -> None:
@@ -90,6 +137,8 @@ def verify_files(directory: Path, files: dict[str, dict[str, Any]], *, hashes: b
             faults.append(
                 f"{name} has {path.stat().st_size} bytes, the manifest says {expected['size']}"
             )
+        elif hashes and "sha256" not in expected:
+            faults.append(f"{name} has no SHA-256 in the manifest, so its content cannot be checked")
         elif hashes and _sha256(path) != expected["sha256"]:
             faults.append(f"{name} has other content than when it was saved (SHA-256 differs)")
     if faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -252,7 +253,9 @@ def test_norms_under_fused_names_are_read_as_the_norm_by_itself(fp8_megatron, tm
 
 
 def rewrite_metadata(directory: Path, items: list) -> None:
-    (directory / ".metadata").write_bytes(metadata_bytes(items))
+    content = metadata_bytes(items)
+    (directory / ".metadata").write_bytes(content)
     document = read_manifest(directory)
-    document["files"][".metadata"] = {"size": (directory / ".metadata").stat().st_size}
+    described = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    document["files"][".metadata"] = described
     write_manifest(directory, document)

@@ -5,6 +5,7 @@ Every case starts from a checkpoint that converts; that is the control.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -88,7 +89,8 @@ class Case:
     def replace(self, name: str, content: bytes) -> None:
         (self.source / name).write_bytes(content)
         document = read_manifest(self.source)
-        document["files"][name] = {"size": len(content)}
+        digest = hashlib.sha256(content).hexdigest()
+        document["files"][name] = {"size": len(content), "sha256": digest}
         write_manifest(self.source, document)
 
     def items(self) -> list:
@@ -405,3 +407,107 @@ def test_a_wrong_total_in_the_index_is_said_and_corrected(
     found = json.loads((tmp_path / "back" / INDEX_NAME).read_text())
     assert found["metadata"]["total_size"] == true
     assert found["weight_map"] == index["weight_map"]
+
+
+def swap_two_experts(source: Path) -> None:
+    """Exchange the places of two tensors of one shape in ``.metadata``: nothing but a hash tells."""
+    items = read_items(source / ".metadata")
+    key = next(item.key for item in items if item.offset[0] == 1 and len(item.size) == 3)
+    a, b = (i for i, item in enumerate(items) if item.key == key and item.offset[0] in (0, 1))
+    first, second = items[a], items[b]
+    items[a] = first._replace(file=second.file, start=second.start)
+    items[b] = second._replace(file=first.file, start=first.start)
+    content = metadata_bytes(items)
+    assert len(content) == (source / ".metadata").stat().st_size
+    (source / ".metadata").write_bytes(content)
+
+
+SMALL: dict[str, Callable[[Path], None]] = {
+    ".metadata": swap_two_experts,
+    "hf/shards.json": lambda source: flip(source / "hf/shards.json", 12),
+    f"hf/{INDEX_NAME}": lambda source: flip(source / f"hf/{INDEX_NAME}", 40),
+    "config.json": lambda source: flip(source / "config.json", 5),
+    "tokenizer.json": lambda source: flip(source / "tokenizer.json", 5),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_file_of_the_same_size_and_other_content_is_refused_before_anything_is_written(
+    name: str, fp8_megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(fp8_megatron, source)
+    SMALL[name](source)
+    refused(Case(source, tmp_path / "out", "export"), (f"{name} has other content",), capsys)
+    with pytest.raises(WeightsError, match=f"{name} has other content"):
+        open_checkpoint(source)
+
+
+def test_without_hashes_two_exchanged_experts_pass(fp8_megatron: Path, tmp_path: Path) -> None:
+    """Control: sizes do not show them, and the table of tensors neither."""
+    from megatron_xorl.convert.exporter import export_checkpoint
+    from megatron_xorl.convert.verify import verify
+
+    shutil.copytree(fp8_megatron, tmp_path / "source")
+    swap_two_experts(tmp_path / "source")
+    export_checkpoint(tmp_path / "source", tmp_path / "out", hashed=False)
+    assert verify(fp8_megatron, tmp_path / "out", hashed=False)["metrics"]["different"] == 2
+
+
+def without_hash(document: dict[str, Any]) -> None:
+    del document["files"]["__0_1.distcp"]["sha256"]
+
+
+MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
+    "a file without hash": (without_hash, ("'__0_1.distcp': sha256 is missing",)),
+    "no hash at all where they were asked for": (
+        lambda d: [file.pop("sha256") for file in d["files"].values()],
+        ("sha256 is missing",),
+    ),
+    "an entry that is a number": (
+        lambda d: d["files"].update({"config.json": 7}),
+        ("'config.json': found int",),
+    ),
+    "a size that is text": (
+        lambda d: d["files"]["config.json"].update(size="7"),
+        ("'config.json': size is '7'",),
+    ),
+    "a hash that is a list": (
+        lambda d: d["files"]["config.json"].update(sha256=[]),
+        ("'config.json': sha256 is not 64",),
+    ),
+    "a file outside": (
+        lambda d: d["files"].update({"../x": {"size": 0}}),
+        ("'../x': names no file inside",),
+    ),
+    "an absolute file": (
+        lambda d: d["files"].update({"/etc/passwd": {"size": 0}}),
+        ("names no file inside",),
+    ),
+    "a conversion that is a list": (
+        lambda d: (d.update(conversion=[]), without_hash(d)),
+        ("sha256 is missing",),
+    ),
+    "no weights": (
+        lambda d: d["files"].pop("__0_2.distcp"),
+        ("files leaves out __0_2.distcp",),
+    ),
+    "no .metadata": (lambda d: d["files"].pop(".metadata"), ("files leaves out .metadata",)),
+    "no layout": (lambda d: d["files"].pop("hf/shards.json"), ("leaves out hf/shards.json",)),
+    "no files": (lambda d: d["files"].clear(), ("files leaves out .metadata",)),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_manifest_that_says_too_little_or_nonsense_is_refused(
+    name: str, fp8_megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(fp8_megatron, source)
+    document = read_manifest(source)
+    break_it, expected = MANIFESTS[name]
+    break_it(document)
+    write_manifest(source, document)
+    refused(Case(source, tmp_path / "out", "export"), ("manifest.json", *expected), capsys)
+    with pytest.raises(WeightsError, match=r"manifest\.json"):
+        open_checkpoint(source)
