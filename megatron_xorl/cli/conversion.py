@@ -116,6 +116,7 @@ def _verdict(report: Mapping[str, Any]) -> list[str]:
     lines = [head]
     lines += [f"  missing in B: {name}" for name in report["missing"]]
     lines += [f"  extra in B: {name}" for name in report["extra"]]
+    lines += [f"  {problem}" for problem in report["problems"]]
     for item in report["differences"]:
         first = (
             f", first at {item['index']}: {item['a']} and {item['b']}" if "index" in item else ""

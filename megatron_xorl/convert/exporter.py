@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.convert.importer import (
-    RAW_INDEX_NAME,
     block_of,
     identity,
     known_hashes,
     refuse_nested,
     report,
 )
+from megatron_xorl.convert.layout import RAW_INDEX_NAME, Layout, read_layout
 from megatron_xorl.convert.plan import (
     Options,
     Shard,
@@ -34,11 +34,12 @@ from megatron_xorl.convert.plan import (
     output_config,
     plan_tensors,
 )
-from megatron_xorl.convert.stream import Conversion, Job, run
+from megatron_xorl.convert.stream import Conversion, Job, run, stamp
 from megatron_xorl.convert.values import OutputTensor
 from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.manifest import MANIFEST, parse_json
 from megatron_xorl.weights.megatron_checkpoint import MegatronCheckpoint
-from megatron_xorl.weights.opening import LAYOUT_NAME, is_megatron, read_files, refuse_unlisted
+from megatron_xorl.weights.opening import is_megatron, read_files, refuse_unlisted
 from megatron_xorl.weights.writer import INDEX_NAME
 
 __all__ = ["export_checkpoint"]
@@ -75,14 +76,15 @@ def export_checkpoint(
         raise WeightsError(
             f"{source} is no Megatron checkpoint; `megatron-xorl import` makes one of a Hugging Face directory"
         )
+    before = stamp(source, [MANIFEST, *listed])
     checkpoint = MegatronCheckpoint(source)
     config = load_glm_config(source)
     options.check(config)
-    layout = _read_layout(checkpoint)
+    layout = read_layout(checkpoint)
     refuse_unlisted(source, checkpoint.shards(), listed)
     checkpoint.validate(config)
     checkpoint.close()
-    shards = layout["shards"]
+    shards = layout.shards
     planned = plan_tensors(shards, checkpoint, config, options)
     keep = options == Options()
     jobs = [
@@ -97,7 +99,8 @@ def export_checkpoint(
         block=block_of(config, options),
         jobs=jobs,
         small=_small_files(checkpoint, config, options, layout, planned),
-        identity=identity("export", checkpoint, config, options, hashed),
+        stamp=before,
+        identity=identity("export", checkpoint, before, options, hashed),
         workers=workers,
         hashed=hashed,
     )
@@ -111,49 +114,23 @@ def _header(shard: Shard, tensors: list[OutputTensor], keep: bool) -> bytes:
     return header_bytes(tensors, shard.metadata)
 
 
-def _read_layout(checkpoint: MegatronCheckpoint) -> dict[str, Any]:
-    """Return ``hf/shards.json``, checked against the tensors of the checkpoint."""
-    path = checkpoint.directory / LAYOUT_NAME
-    try:
-        layout: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        shards = [
-            Shard(item["file"], item["metadata"], tuple(item["names"]), item["header"])
-            for item in layout["shards"]
-        ]
-        names = [name for shard in shards for name in shard.names]
-        files = [*(shard.file for shard in shards), *layout["copied"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(
-            f"{path} is missing or damaged ({type(error).__name__}); import the checkpoint again"
-        ) from error
-    if any(len(PurePosixPath(file).parts) != 1 or file == ".." for file in files):
-        raise WeightsError(f"{path} names a file outside the output; do not trust it")
-    if len(names) != len(set(names)) or set(names) != set(checkpoint.names()):
-        missing = sorted(set(names) ^ set(checkpoint.names()))
-        raise WeightsError(
-            f"{path} and .metadata do not name the same tensors (first: {missing[0] if missing else names[0]}); "
-            "import the checkpoint again"
-        )
-    return layout | {"shards": shards}
-
-
 def _small_files(
     checkpoint: MegatronCheckpoint,
     config: GlmConfig,
     options: Options,
-    layout: dict[str, Any],
+    layout: Layout,
     planned: list[list[OutputTensor]],
-) -> dict[str, bytes]:
+) -> dict[str, bytes | Path]:
     folder = checkpoint.directory
-    small = {name: (folder / name).read_bytes() for name in layout["copied"]}
+    small: dict[str, bytes | Path] = {name: folder / name for name in layout.copied}
     own_config = small.pop("config.json")
     if options != Options():
-        raw = output_config(json.loads(own_config), config, options)
+        raw = output_config(parse_json((folder / "config.json").read_bytes()), config, options)
         own_config = (json.dumps(raw, indent=2) + "\n").encode()
-    if layout["index_metadata"] is not None:
+    if layout.index_metadata is not None:
         small[INDEX_NAME] = (
-            (folder / RAW_INDEX_NAME).read_bytes()
+            folder / RAW_INDEX_NAME
             if options == Options()
-            else index_bytes(layout["shards"], planned, layout["index_metadata"])
+            else index_bytes(layout.shards, planned, layout.index_metadata)
         )
     return small | {"config.json": own_config}

@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 
 from megatron_xorl.config.model import GlmConfig, load_glm_config
+from megatron_xorl.convert.files import PARTIAL
+from megatron_xorl.convert.layout import RAW_INDEX_NAME, VERSION, string_map
 from megatron_xorl.convert.plan import (
     Options,
     Shard,
@@ -32,13 +35,13 @@ from megatron_xorl.convert.plan import (
     output_config_of,
     plan_tensors,
 )
-from megatron_xorl.convert.stream import Conversion, Job, run
+from megatron_xorl.convert.stream import Conversion, Job, run, stamp
 from megatron_xorl.convert.values import OutputTensor
 from megatron_xorl.errors import WeightsError
 from megatron_xorl.weights.container import ALIGNMENT, container
 from megatron_xorl.weights.dcp_metadata import Item, metadata_bytes
 from megatron_xorl.weights.keys import METADATA_NAME, key_table
-from megatron_xorl.weights.manifest import MANIFEST
+from megatron_xorl.weights.manifest import MANIFEST, parse_json
 from megatron_xorl.weights.opening import (
     LAYOUT_NAME,
     PROGRESS_NAME,
@@ -50,11 +53,10 @@ from megatron_xorl.weights.opening import (
 from megatron_xorl.weights.reader import HfCheckpoint
 from megatron_xorl.weights.writer import INDEX_NAME
 
-__all__ = ["COMMON_NAME", "CONFIG_NAME", "RAW_INDEX_NAME", "import_checkpoint"]
+__all__ = ["COMMON_NAME", "CONFIG_NAME", "import_checkpoint"]
 
 CONFIG_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
-RAW_INDEX_NAME = f"hf/{INDEX_NAME}"
 
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _OURS = {MANIFEST, PROGRESS_NAME, METADATA_NAME, CONFIG_NAME, INDEX_NAME}
@@ -94,20 +96,24 @@ def import_checkpoint(
             f"{source} is a Megatron checkpoint already; use `megatron-xorl export` for the other direction"
         )
     checkpoint = HfCheckpoint(source)
+    copied = _carried(checkpoint)
+    before = stamp(source, [*checkpoint.shards(), *copied, *_index_of(source)])
     refuse_unlisted(source, checkpoint.shards(), listed)
     config = load_glm_config(source)
     options.check(config)
-    _refuse_strays(checkpoint)
     checkpoint.validate(config)
     checkpoint.close()
     shards = [_shard(checkpoint, file) for file in checkpoint.shards()]
     planned = plan_tensors(shards, checkpoint, config, options)
     jobs, items = _jobs(planned, output_config_of(config, options))
+    keep = options == Options()
     layout = [
-        shard._replace(names=tuple(tensor.name for tensor in tensors))
+        shard._replace(
+            names=tuple(tensor.name for tensor in tensors), header=shard.header if keep else None
+        )
         for shard, tensors in zip(shards, planned, strict=True)
     ]
-    small = _small_files(checkpoint, config, options, layout, planned, items)
+    small = _small_files(source, copied, config, options, layout, planned, items)
     conversion = Conversion(
         label=f"import {source.name}",
         out=out,
@@ -116,7 +122,8 @@ def import_checkpoint(
         block=block_of(config, options),
         jobs=jobs,
         small=small,
-        identity=identity("import", checkpoint, config, options, hashed),
+        stamp=before,
+        identity=identity("import", checkpoint, before, options, hashed),
         workers=workers,
         hashed=hashed,
     )
@@ -147,13 +154,9 @@ def block_of(config: GlmConfig, options: Options) -> tuple[int, int] | None:
 
 
 def identity(
-    verb: str, checkpoint: Checkpoint, config: GlmConfig, options: Options, hashed: bool
+    verb: str, checkpoint: Checkpoint, files: dict[str, list[int]], options: Options, hashed: bool
 ) -> dict[str, Any]:
     """Return what a continued run must agree with: the source's files by size and time, and the options."""
-    files = {}
-    for name in (*checkpoint.shards(), "config.json"):
-        found = (checkpoint.directory / name).stat()
-        files[name] = [found.st_size, found.st_mtime_ns]
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode())
     digest.update("\n".join(checkpoint.names()).encode())
     return {
@@ -179,21 +182,46 @@ def report(
     }
 
 
-def _refuse_strays(checkpoint: HfCheckpoint) -> None:
-    named = set(checkpoint.shards())
-    strays = []
-    for path in sorted(checkpoint.directory.iterdir()):
-        if path.suffix in _PICKLED:
+def _carried(checkpoint: HfCheckpoint) -> list[str]:
+    """Return the names of the files beside the weights that are copied; what is left behind is named in one warning.
+
+    Raises:
+        WeightsError: a pickle anywhere, a shard that the index does not name, or a name that the output needs itself.
+    """
+    folder, shards = checkpoint.directory, set(checkpoint.shards())
+    for inside, _, names in os.walk(folder):
+        pickled = [name for name in sorted(names) if Path(name).suffix.lower() in _PICKLED]
+        if pickled:
+            where = (Path(inside) / pickled[0]).relative_to(folder)
             raise WeightsError(
-                f"{path.name} is pickled: loading it would run code, so it is never read or copied; move it elsewhere"
+                f"{where} is pickled: loading it would run code, so it is never read or copied; move it elsewhere"
             )
-        if path.suffix == ".safetensors" and path.name not in named:
-            strays.append(path.name)
+    carried, left, strays = [], [], []
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if name.lower() == "hf" or name.endswith(PARTIAL) or path.suffix == ".distcp":
+            raise WeightsError(f"{path}: the output has a {name} of its own; rename or move it")
+        if path.suffix == ".safetensors" and name not in shards:
+            strays.append(name)
+        elif name.startswith(".") or not path.is_file():
+            left.append(name)
+        elif name not in shards and name not in _OURS:
+            carried.append(name)
     if strays:
         raise WeightsError(
-            f"{checkpoint.directory} has {len(strays)} shards that its index does not name, first {strays[0]}; "
+            f"{folder} has {len(strays)} shards that its index does not name, first {strays[0]}; "
             "fetch the index again or move them elsewhere"
         )
+    if left:
+        log.warning(
+            "left out of the output, as folders, hidden files and links to nothing are: %s",
+            ", ".join(left),
+        )
+    if unplain := sorted(name for name in shards if Path(name).name != name):
+        raise WeightsError(
+            f"the index puts tensors into {unplain[0]}, in a folder of its own; move the shards beside config.json"
+        )
+    return carried
 
 
 def _shard(checkpoint: HfCheckpoint, file: str) -> Shard:
@@ -204,7 +232,10 @@ def _shard(checkpoint: HfCheckpoint, file: str) -> Shard:
         raw += stream.read(int.from_bytes(raw, "little"))
     metadata = json.loads(raw[8:]).get("__metadata__")
     copied = [OutputTensor(n, entries[n].dtype, entries[n].shape, "copy", n) for n in names]
-    usual = header_bytes(copied, metadata) == raw
+    try:
+        usual = header_bytes(copied, string_map(metadata)) == raw
+    except ValueError as error:
+        raise WeightsError(f"{file}: __metadata__ {error}; fetch the file again") from None
     return Shard(file, metadata, tuple(names), None if usual else raw[8:].decode())
 
 
@@ -228,37 +259,33 @@ def _jobs(planned: list[list[OutputTensor]], config: GlmConfig) -> tuple[list[Jo
 
 
 def _small_files(
-    checkpoint: HfCheckpoint,
+    folder: Path,
+    carried: list[str],
     config: GlmConfig,
     options: Options,
     shards: list[Shard],
     planned: list[list[OutputTensor]],
     items: list[Item],
-) -> dict[str, bytes]:
+) -> dict[str, bytes | Path]:
     """Return what follows the weights, in this order: copies, layout, and last what makes the folder a checkpoint."""
-    folder = checkpoint.directory
-    copied = {
-        path.name: path.read_bytes()
-        for path in sorted(folder.iterdir())
-        if path.is_file()
-        and path.suffix != ".safetensors"
-        and path.name not in _OURS
-        and not path.name.startswith(".")
-    }
+    copied: dict[str, bytes | Path] = {name: folder / name for name in carried}
     if options != Options():
-        raw = output_config(json.loads(copied["config.json"]), config, options)
+        raw = output_config(parse_json((folder / "config.json").read_bytes()), config, options)
         copied["config.json"] = (json.dumps(raw, indent=2) + "\n").encode()
     small = {name: content for name, content in copied.items() if name != "config.json"}
-    index = folder / INDEX_NAME
     metadata = None
-    if index.is_file():
-        raw_index = index.read_bytes()
-        metadata = json.loads(raw_index).get("metadata") or {}
+    for name in _index_of(folder):
+        raw_index = (folder / name).read_bytes()
+        metadata = parse_json(raw_index).get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise WeightsError(
+                f"{folder / name}: metadata is {type(metadata).__name__}, expected an object; fetch the index again"
+            )
         if options != Options() or not _total_is_right(metadata, planned):
             raw_index = index_bytes(shards, planned, metadata)
         small[RAW_INDEX_NAME] = raw_index
     layout = {
-        "format_version": 1,
+        "format_version": VERSION,
         "copied": sorted(copied),
         "index_metadata": metadata,
         "shards": [shard._asdict() for shard in shards],
@@ -272,6 +299,10 @@ def _small_files(
         "config.json": copied["config.json"],
         CONFIG_NAME: b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}',
     }
+
+
+def _index_of(folder: Path) -> list[str]:
+    return [INDEX_NAME] if (folder / INDEX_NAME).is_file() else []
 
 
 def _total_is_right(metadata: dict[str, Any], planned: list[list[OutputTensor]]) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "Options",
     "Shard",
     "header_bytes",
+    "header_entries",
     "index_bytes",
     "output_config",
     "output_config_of",
@@ -139,6 +140,14 @@ def _file_order(tensors: list[OutputTensor]) -> list[OutputTensor]:
 
 def header_bytes(tensors: list[OutputTensor], metadata: dict[str, str] | None) -> bytes:
     """Return the length and header of a safetensors file of these tensors in this order."""
+    document = header_entries(tensors, metadata)
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def header_entries(tensors: list[OutputTensor], metadata: dict[str, str] | None) -> dict[str, Any]:
+    """Return what the header of a safetensors file of these tensors in this order says."""
     document: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     end = 0
     for tensor in tensors:
@@ -147,9 +156,7 @@ def header_bytes(tensors: list[OutputTensor], metadata: dict[str, str] | None) -
             "shape": list(tensor.shape),
             "data_offsets": [end, end := end + tensor.nbytes],
         }
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return document
 
 
 def index_bytes(

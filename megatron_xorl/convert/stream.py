@@ -1,9 +1,9 @@
 """Run a planned conversion file by file, so that it can be killed at any moment and continued.
 
 The one idea: the output is complete if and only if its manifest stands. Until then ``progress.jsonl`` does: its first line says
-what is being converted and how, and every finished file adds a line once it is on disk. The same command on the same source
-continues behind the last line and so repeats at most the file that each worker was at; any other content of the output
-directory is refused.
+what is being converted and how, and every finished file adds a line once it is on disk (``convert.journal``). The same command on
+the same source continues behind the last line and so repeats at most the file that each worker was at; any other content of the
+output directory is refused, and so is a source that changed meanwhile.
 
 The small files that make a directory look like a checkpoint (config.json, an index, ``.metadata``) are written after the
 weights, so that nothing loads half a conversion, whatever reads it.
@@ -12,26 +12,32 @@ weights, so that nothing loads half a conversion, whatever reads it.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
+import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from megatron_xorl.convert.files import PARTIAL, OutputFile, SourceFile, sync_directory
+from megatron_xorl.convert.files import OutputFile, SourceFile, sync_directory
+from megatron_xorl.convert.journal import Described, Journal, open_journal
 from megatron_xorl.convert.progress import Reporter
 from megatron_xorl.convert.values import Block, OutputTensor, pieces
 from megatron_xorl.errors import CheckpointError, MegatronXorlError, WeightsError
-from megatron_xorl.weights.manifest import MANIFEST, read_manifest, verify_files, write_manifest
+from megatron_xorl.weights.manifest import (
+    MANIFEST,
+    file_sha256,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
 from megatron_xorl.weights.opening import PROGRESS_NAME, Checkpoint
 
-__all__ = ["Conversion", "Job", "run"]
+__all__ = ["Conversion", "Job", "run", "stamp"]
 
-Described = dict[str, dict[str, Any]]
+log = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
@@ -49,7 +55,11 @@ class Job(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """What to convert: ``identity`` names source and options, ``small`` are the files that follow the weights, in order."""
+    """What to convert.
+
+    ``identity`` names source and options; ``stamp`` is of the source's files when they were first looked at; ``small`` are the
+    files that follow the weights, in order: content, or a file of the source that is copied.
+    """
 
     label: str
     out: Path
@@ -57,10 +67,17 @@ class Conversion(NamedTuple):
     hashes: dict[str, str]
     block: Block | None
     jobs: list[Job]
-    small: dict[str, bytes]
+    small: dict[str, bytes | Path]
+    stamp: dict[str, list[int]]
     identity: dict[str, Any]
     workers: int
     hashed: bool
+
+
+def stamp(directory: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """Return size and time of change of the files that exist, by name; what a conversion takes its source by."""
+    found = {name: (directory / name).stat() for name in names if (directory / name).exists()}
+    return {name: [file.st_size, file.st_mtime_ns] for name, file in found.items()}
 
 
 def run(conversion: Conversion) -> dict[str, Any]:
@@ -74,15 +91,19 @@ def run(conversion: Conversion) -> dict[str, Any]:
         return _finished(conversion)
     _check_free(conversion)
     out.mkdir(parents=True, exist_ok=True)
-    with _journal(conversion) as (journal, done):
-        size = sum(job.size for job in conversion.jobs)
-        before = sum(item["size"] for item in done.values())
-        with Reporter(conversion.label, size, before) as reporter:
-            try:
+    size = sum(job.size for job in conversion.jobs)
+    jobs = {job.file for job in conversion.jobs}
+    names = jobs | conversion.small.keys()
+    with open_journal(out, conversion.identity, jobs, names, hashed=conversion.hashed) as journal:
+        try:
+            done = _kept(conversion, journal.noted)
+            before = sum(item["size"] for item in done.values())
+            with Reporter(conversion.label, size, before) as reporter:
                 files = done | _run_jobs(conversion, done, journal, reporter)
                 files |= _write_small(conversion)
-            except (OSError, KeyboardInterrupt, MegatronXorlError) as error:
-                raise WeightsError(_stopped(conversion, error)) from error
+        except (OSError, KeyboardInterrupt, MegatronXorlError) as error:
+            raise WeightsError(_stopped(conversion, error)) from error
+        _refuse_changed(conversion)
         write_manifest(
             out, {"format_version": 1, "conversion": conversion.identity, "files": files}
         )
@@ -103,8 +124,14 @@ def _finished(conversion: Conversion) -> dict[str, Any]:
         raise WeightsError(
             f"{conversion.out} holds a checkpoint already, of another source or other options; choose a new directory"
         )
+    names = {job.file for job in conversion.jobs} | conversion.small.keys()
+    if document["files"].keys() != names:
+        name = min(document["files"].keys() ^ names)
+        raise WeightsError(
+            f"{conversion.out / MANIFEST}: files and this conversion differ in {name}; choose a new directory"
+        )
     try:
-        verify_files(conversion.out, document["files"], hashes=False)
+        verify_files(conversion.out, document["files"], hashes=conversion.hashed)
     except CheckpointError as error:
         raise WeightsError(
             f"{str(error).rpartition('; use another iteration')[0]}; remove {conversion.out} and convert again"
@@ -127,7 +154,8 @@ def _check_free(conversion: Conversion) -> None:
     if not place.is_dir():
         raise WeightsError(f"{place} is a file; choose a new directory for the output")
     missing = [job for job in conversion.jobs if not (conversion.out / job.file).exists()]
-    needed, free = sum(job.size for job in missing), shutil.disk_usage(place).free
+    needed = sum(job.size for job in missing) + sum(map(_small_size, conversion.small.values()))
+    free = shutil.disk_usage(place).free
     if needed > free:
         raise WeightsError(
             f"{conversion.out} needs {needed / 2**30:.2f} GiB and {place} has {free / 2**30:.2f} GiB free; "
@@ -135,72 +163,42 @@ def _check_free(conversion: Conversion) -> None:
         )
 
 
-@contextlib.contextmanager
-def _journal(conversion: Conversion) -> Iterator[tuple[IO[str], Described]]:
-    """Open ``progress.jsonl``, alone, and yield it with the files that an earlier run finished."""
-    out, path = conversion.out, conversion.out / PROGRESS_NAME
-    found = sorted(item.name for item in out.iterdir() if item.name != PROGRESS_NAME)
-    if found and not path.exists():
-        raise WeightsError(
-            f"{out} is not empty (it holds {found[0]}); choose a new directory for the output"
-        )
-    with open(path, "a+", encoding="utf-8") as journal:
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise WeightsError(
-                f"{out} is being written by another conversion; wait for it or choose another directory"
-            ) from None
-        journal.seek(0)
-        done = _read_journal(conversion, journal.read())
-        for item in out.glob(f"*{PARTIAL}"):
-            item.unlink()
-        # Written again without the line that a kill may have cut.
-        journal.seek(0)
-        journal.truncate()
-        _append(journal, {"conversion": conversion.identity})
-        for file, described in done.items():
-            _append(journal, {"file": file, **described})
-        sync_directory(out)
-        yield journal, done
-
-
-def _read_journal(conversion: Conversion, text: str) -> Described:
-    lines = []
-    for line in text.splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    if not lines:
-        return {}
-    if lines[0].get("conversion") != json.loads(json.dumps(conversion.identity)):
-        raise WeightsError(
-            f"{conversion.out} holds an unfinished conversion of another source, or with other options; "
-            "finish that one, or choose a new directory"
-        )
+def _kept(conversion: Conversion, noted: Described) -> Described:
+    """Return the noted files that still are what was noted; the others are written again."""
     sizes = {job.file: job.size for job in conversion.jobs}
-    done = {}
-    for line in lines[1:]:
-        file = line.pop("file")
+
+    def same(file: str) -> bool:
         path = conversion.out / file
-        if path.is_file() and path.stat().st_size == line["size"] == sizes.get(file):
-            done[file] = line
-    return done
+        if not path.is_file() or not path.stat().st_size == noted[file]["size"] == sizes[file]:
+            return False
+        return not conversion.hashed or file_sha256(path) == noted[file]["sha256"]
+
+    with ThreadPoolExecutor(conversion.workers) as pool:
+        good = list(pool.map(same, noted))
+    for file, fine in zip(noted, good, strict=True):
+        if not fine:
+            log.warning("%s is not what it was when it was finished; it is written again", file)
+    return {file: noted[file] for file, fine in zip(noted, good, strict=True) if fine}
 
 
-def _append(journal: IO[str], line: dict[str, Any]) -> None:
-    journal.write(json.dumps(line) + "\n")
-    journal.flush()
-    os.fsync(journal.fileno())
+def _refuse_changed(conversion: Conversion) -> None:
+    """Check that the source is what it was at the start: half of one and half of another would pass every hash."""
+    directory = conversion.source.directory
+    for name, before in conversion.stamp.items():
+        if stamp(directory, [name]).get(name) != before:
+            raise WeightsError(
+                f"{directory / name} changed while it was converted; {conversion.out} is incomplete and says so: "
+                "remove it and convert again"
+            )
 
 
 def _run_jobs(
-    conversion: Conversion, done: Described, journal: IO[str], reporter: Reporter
+    conversion: Conversion, done: Described, journal: Journal, reporter: Reporter
 ) -> Described:
     """Write every file that is not done, ``workers`` at a time; the first failure stops all."""
     stop, lock = threading.Event(), threading.Lock()
     files: Described = {}
+    errors: list[BaseException] = []
 
     def tick(size: int) -> None:
         if stop.is_set():
@@ -208,25 +206,31 @@ def _run_jobs(
         reporter.advance(size)
 
     def work(job: Job) -> None:
-        described = _write(conversion, job, tick)
-        with lock:
-            _append(journal, {"file": job.file, **described})
-            files[job.file] = described
+        try:
+            tick(0)
+            described = _write(conversion, job, tick)
+            with lock:
+                journal.append(job.file, described)
+                files[job.file] = described
+        except BaseException as error:
+            errors.append(
+                error
+            )  # the first is the cause, those behind it say that they were stopped
+            stop.set()
+            raise
 
     with ThreadPoolExecutor(conversion.workers) as pool:
         try:
             waiting = [pool.submit(work, job) for job in conversion.jobs if job.file not in done]
-            finished, _ = wait(waiting, return_when=FIRST_EXCEPTION)
-            errors = [future.exception() for future in finished]
+            wait(waiting, return_when=FIRST_EXCEPTION)
         except KeyboardInterrupt:
             stop.set()
             pool.shutdown(cancel_futures=True)
             raise
         stop.set()
         pool.shutdown(cancel_futures=True)
-    for error in errors:
-        if error is not None:
-            raise error
+    if errors:
+        raise errors[0]
     return files
 
 
@@ -263,11 +267,27 @@ def _write_small(conversion: Conversion) -> Described:
         path.parent.mkdir(exist_ok=True)
         folders.add(path.parent)
         with OutputFile(path, hashed=conversion.hashed) as file:
-            file.write(content)
+            for piece in [content] if isinstance(content, bytes) else _copied(conversion, content):
+                file.write(piece)
             files[name] = file.publish()
     for folder in folders:
         sync_directory(folder)
     return files
+
+
+def _small_size(content: bytes | Path) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def _copied(conversion: Conversion, path: Path) -> Iterator[bytes]:
+    """Yield a file of the source, and compare its hash where its manifest has one."""
+    name = path.relative_to(conversion.source.directory).as_posix()
+    source = SourceFile(path, conversion.hashes.get(name))
+    try:
+        yield from source.pieces(0, path.stat().st_size)
+        source.finish()
+    finally:
+        source.close()
 
 
 def _stopped(conversion: Conversion, error: BaseException) -> str:

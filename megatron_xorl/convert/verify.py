@@ -4,8 +4,9 @@ The one idea: both are read by Hugging Face name in pieces, so a shard here and 
 Bitwise, every byte, dtype and shape must agree. In value (``values=True``) FP8 weights are their code times scale in fp32, and a
 pair of different dtypes is compared in the narrower one, rounded once: a bf16 export of an FP8 checkpoint is equal to it so.
 
-Everything that differs is reported together: tensors that one side lacks, differences with place and both values, and the fields
-in which the configurations differ.
+Everything that differs is reported together: tensors that one side lacks, differences with place and both values, the fields in
+which the configurations differ, and what is wrong with the files of a side: shards that are missing, damaged or in no index, and
+tensors that index and shard disagree about. Refused: a side that is no checkpoint, unfinished, or not what its manifest says.
 
     megatron-xorl verify A B [--values] [--json]
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,19 +25,20 @@ import torch
 from torch import Tensor
 
 from megatron_xorl.config.model import GlmConfig, load_glm_config
-from megatron_xorl.convert.files import SourceFile
+from megatron_xorl.convert.files import PIECE, SourceFile
 from megatron_xorl.convert.progress import Reporter
-from megatron_xorl.convert.values import OutputTensor, pieces, row_blocks
-from megatron_xorl.errors import WeightsError
+from megatron_xorl.convert.values import row_blocks
+from megatron_xorl.errors import FormatError, WeightsError
 from megatron_xorl.fp8.format import dequantize_blocks
 from megatron_xorl.weights.fingerprint import NOT_SEMANTIC
 from megatron_xorl.weights.names import SCALE_SUFFIX
 from megatron_xorl.weights.opening import Checkpoint, open_checkpoint
+from megatron_xorl.weights.shards import DTYPE_BYTES, Entry
 
 __all__ = ["SHOWN", "verify"]
 
 SHOWN = 20
-"""Differences and names that a report lists; all are counted."""
+"""Differences, problems and names that a report lists; all are counted."""
 
 _WIDTH = {torch.float32: 2, torch.bfloat16: 1, torch.float16: 1}
 
@@ -50,16 +54,23 @@ def verify(
         hashed: also compare the files of each with the hashes of its manifest, where it has one.
 
     Returns:
-        ``equal``; ``metrics`` (``tensors_a``, ``tensors_b``, ``compared``, ``different``, ``bytes``, ``max_abs``);
-        ``missing`` (in A alone) and ``extra`` (in B alone); ``differences``, a list of ``tensor``, ``what``, and for values
-        ``index``, ``a``, ``b``, ``count``; ``config``, the fields that differ.
+        ``equal``; ``metrics`` (``tensors_a``, ``tensors_b``, ``compared``, ``different``, ``missing``, ``extra``, ``problems``,
+        ``bytes``, and with ``values`` ``max_abs``); ``missing`` (in A alone) and ``extra`` (in B alone); ``differences``, a list
+        of ``tensor``, ``what``, and for values ``index``, ``a``, ``b``, ``count``; ``problems``, a line for each fault of the
+        files of one side; ``config``, the fields that differ. Numbers that JSON does not have are ``"inf"`` and ``"nan"``.
 
     Raises:
-        WeightsError: a side is no checkpoint, unfinished or damaged.
+        WeightsError: a side is no checkpoint, unfinished, not what its manifest says, or cut while it is read.
     """
-    sides = [open_checkpoint(path, hashes=hashed) for path in (a, b)]
+    sides = _opened(a, b, hashed)
     configs = [load_glm_config(side.directory) for side in sides]
-    names = [_compared(side, values) for side in sides]
+    contents = [_contents(side) for side in sides]
+    names = [_compared(held, values) for held, _ in contents]
+    problems = [
+        f"{side}: {line}"
+        for side, (_, lines) in zip(("A", "B"), contents, strict=True)
+        for line in lines
+    ]
     # In the order of A's files, so that each is read once and can be let go.
     common = sorted(names[0] & names[1], key=lambda name: (sides[0].shard_of(name), name))
     comparison = _Comparison(sides[0], sides[1], configs[0], configs[1], values)
@@ -72,30 +83,85 @@ def verify(
             reporter.advance(comparison.size(name))
     missing, extra = sorted(names[0] - names[1]), sorted(names[1] - names[0])
     fields = _config_differences(configs[0], configs[1], values)
-    metrics = {
+    metrics: dict[str, Any] = {
         "tensors_a": len(names[0]),
         "tensors_b": len(names[1]),
         "compared": len(common),
         "different": len(differences),
         "missing": len(missing),
         "extra": len(extra),
+        "problems": len(problems),
         "bytes": total,
-        "max_abs": comparison.max_abs,
     }
+    if values:
+        metrics["max_abs"] = _shown(comparison.max_abs)
     return {
-        "equal": not (differences or missing or extra or fields),
+        "equal": not (differences or missing or extra or problems or fields),
         "compared_as": "values" if values else "bytes",
         "metrics": metrics,
         "missing": missing[:SHOWN],
         "extra": extra[:SHOWN],
         "differences": differences[:SHOWN],
+        "problems": problems[:SHOWN],
         "config": fields,
     }
 
 
-def _compared(side: Checkpoint, values: bool) -> set[str]:
+def _opened(a: Path | str, b: Path | str, hashed: bool) -> list[Checkpoint]:
+    """Open both sides, or raise one error with what is wrong with each."""
+    sides, errors = [], []
+    for path in (a, b):
+        try:
+            sides.append(open_checkpoint(path, hashes=hashed))
+        except WeightsError as error:
+            errors.append(error)
+    if len(errors) == 2 and str(errors[0]) != str(errors[1]):
+        raise WeightsError(f"{errors[0]}\n{errors[1]}") from errors[0]
+    if errors:
+        raise errors[0]
+    return sides
+
+
+def _contents(side: Checkpoint) -> tuple[set[str], list[str]]:
+    """Return the names that the index gives and its shards hold, and a line for each thing that is not so."""
+    held: set[str] = set()
+    home: dict[str, str] = {}
+    lines = []
+    unread = set()
+    for shard in side.shards():
+        try:
+            header = side.header(shard)
+        except WeightsError as error:
+            lines.append(str(error))
+            unread.add(shard)
+            continue
+        for name in header:
+            if name in home:
+                lines.append(f"{name} is in two shards, {home[name]} and {shard}")
+            elif name not in side:
+                lines.append(f"{shard} holds {name}, which the index does not name")
+            home.setdefault(name, shard)
+            if name in side and side.shard_of(name) == shard:
+                held.add(name)
+    for name in side.names():
+        shard = side.shard_of(name)
+        if shard not in unread and name not in side.header(shard):
+            lines.append(f"the index puts {name} into {shard}, which does not hold it")
+    return held, lines + list(_strays(side))
+
+
+def _strays(side: Checkpoint) -> Iterator[str]:
+    """Say which files look like shards of this form and are in no index."""
+    named = set(side.shards())
+    ends = {Path(shard).suffix for shard in named}
+    for path in sorted(side.directory.iterdir()):
+        if path.suffix in ends and path.name not in named:
+            yield f"{path.name} is a shard that the index does not name"
+
+
+def _compared(held: set[str], values: bool) -> set[str]:
     """Names to compare; scales are part of their weight's value."""
-    return {name for name in side.names() if not (values and name.endswith(SCALE_SUFFIX))}
+    return {name for name in held if not (values and name.endswith(SCALE_SUFFIX))}
 
 
 def _config_differences(a: GlmConfig, b: GlmConfig, values: bool) -> dict[str, list[Any]]:
@@ -148,82 +214,65 @@ class _Comparison:
             what = f"shape {list(first.shape)} and {list(second.shape)}"
             return [{"tensor": name, "what": what}]
         if self.values:
-            return self._in_value(name, first.shape)
+            try:
+                return self._in_value(name, first.shape)
+            except (
+                FormatError,
+                WeightsError,
+            ) as error:  # of the scale; the other tensors still count
+                return [{"tensor": name, "what": f"values unknown: {error}"}]
         if first.dtype != second.dtype:
             return [{"tensor": name, "what": f"dtype {first.dtype} and {second.dtype}"}]
-        return self._bitwise(name)
+        return self._bitwise(name, first, second)
 
-    def _bitwise(self, name: str) -> list[dict[str, Any]]:
-        width = self.sides[0].entry(name)
-        copy = OutputTensor(name, width.dtype, width.shape, "copy", name)
-        streams = [
-            pieces(copy, side, {file: self._open(side, file)}, None)
-            for side in self.sides
-            for file in [side.shard_of(name)]
-        ]
-        element = max(1, (width.stop - width.start) // max(1, math.prod(width.shape)))
-        count, first, at = 0, None, 0
-        for left, right in zip(*streams, strict=True):
+    def _bitwise(self, name: str, first: Entry, second: Entry) -> list[dict[str, Any]]:
+        """Compare entries of one dtype and shape, both files in steps of the same bytes."""
+        files = [self._open(side, side.shard_of(name)) for side in self.sides]
+        element = DTYPE_BYTES[first.dtype]
+        count, place = 0, None
+        for at in range(0, first.stop - first.start, PIECE):
+            length = min(PIECE, first.stop - first.start - at)
+            left, right = (
+                _exactly(file, entry.start + at, length)
+                for file, entry in zip(files, (first, second), strict=True)
+            )
             if left != right:
-                a, b = (torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (left, right))
+                a, b = (torch.frombuffer(part, dtype=torch.uint8) for part in (left, right))
                 bad = (a != b).view(-1, element).any(dim=1)
                 count += int(bad.sum())
-                if first is None:
-                    first = at + int(bad.nonzero()[0])
-            at += len(left) // element
-        return [] if first is None else [self._difference(name, width.shape, first, count)]
-
-    def _difference(
-        self, name: str, shape: tuple[int, ...], flat: int, count: int
-    ) -> dict[str, Any]:
-        index = [int(i) for i in torch.unravel_index(torch.tensor(flat), shape or (1,))]
-        cell = tuple(slice(i, i + 1) for i in index)
-        found = [_shown(side.read(name, cell).reshape(-1)[0]) for side in self.sides]
-        return {
-            "tensor": name,
-            "what": f"{count} of {math.prod(shape)} values",
-            "index": index,
-            "a": found[0],
-            "b": found[1],
-            "count": count,
-        }
+                if place is None:
+                    place = at // element + int(bad.nonzero()[0])
+        if place is None:
+            return []
+        index = _index(place, first.shape)
+        cell = tuple(slice(i, i + 1) for i in index) or None
+        found = [side.read(name, cell).reshape(-1)[0].double().item() for side in self.sides]
+        return [_difference(name, first.shape, index, found, count)]
 
     def _in_value(self, name: str, shape: tuple[int, ...]) -> list[dict[str, Any]]:
         height = math.lcm(*(block[0] for block in self.blocks if block is not None))
-        count, first, shown = 0, None, (0.0, 0.0)
-        for rows in row_blocks(shape, height):
-            a, b = (self._rows(side, name, rows) for side in (0, 1))
+        count, place, found = 0, None, [0.0, 0.0]
+        for rows in row_blocks(shape or (1,), height):
+            a, b = (self._rows(side, name, rows).reshape(-1) for side in (0, 1))
             narrow = min((a.dtype, b.dtype), key=lambda dtype: _WIDTH.get(dtype, 3))
             a, b = (x.to(narrow).double() for x in (a, b))
-            same = (a == b) | (a.isnan() & b.isnan())
-            if not same.all():
-                bad = (~same).view(-1).nonzero().view(-1)
-                worst = float((a - b).abs().nan_to_num(math.inf).max())
-                self.max_abs = max(self.max_abs, worst)
+            bad = ((a != b) & ~(a.isnan() & b.isnan())).nonzero().view(-1)
+            if len(bad):
+                # A NaN against a number is as far apart as can be.
+                apart = (a - b)[bad].abs().nan_to_num(nan=math.inf, posinf=math.inf)
+                self.max_abs = max(self.max_abs, float(apart.max()))
                 count += len(bad)
-                if first is None:
-                    place = int(bad[0])
-                    first = rows.start * math.prod(shape[1:]) + place
-                    shown = (float(a.view(-1)[place]), float(b.view(-1)[place]))
-        if first is None:
+                if place is None:
+                    place = rows.start * math.prod(shape[1:]) + int(bad[0])
+                    found = [float(x[bad[0]]) for x in (a, b)]
+        if place is None:
             return []
-        index = [int(i) for i in torch.unravel_index(torch.tensor(first), shape or (1,))]
-        what = f"{count} of {math.prod(shape)} values"
-        return [
-            {
-                "tensor": name,
-                "what": what,
-                "index": index,
-                "a": shown[0],
-                "b": shown[1],
-                "count": count,
-            }
-        ]
+        return [_difference(name, shape, _index(place, shape), found, count)]
 
     def _rows(self, number: int, name: str, rows: slice) -> Tensor:
         """Values of rows: fp32 of an FP8 weight, the dtype of the file otherwise."""
         side, block = self.sides[number], self.blocks[number]
-        value = side.read(name, (rows,))
+        value = side.read(name, (rows,) if side.shape(name) else None)
         if value.dtype != torch.float8_e4m3fn:
             return value
         if block is None or name + SCALE_SUFFIX not in side:
@@ -241,7 +290,43 @@ class _Comparison:
         return self._files[path]
 
 
-def _shown(value: Tensor) -> float | int | str:
-    """A number as JSON has it, and the code of an FP8 value."""
-    number = value.item() if value.dtype != torch.float8_e4m3fn else float(value.float())
+def _exactly(file: SourceFile, start: int, length: int) -> bytearray:
+    """Return ``length`` bytes from ``start``; a read may give fewer than asked for, so it is repeated.
+
+    Raises:
+        WeightsError: the file ends before them.
+    """
+    buffer = bytearray(length)
+    left = memoryview(buffer)
+    while left:
+        read = os.preadv(file.handle, [left], start)
+        if not read:
+            raise WeightsError(
+                f"{file.path} ends at byte {start}, expected {start + len(left)} or more: it was cut while it was read"
+            )
+        start, left = start + read, left[read:]
+    return buffer
+
+
+def _index(place: int, shape: tuple[int, ...]) -> list[int]:
+    """Return the index of a flat place; none of a scalar."""
+    return [int(i) for i in torch.unravel_index(torch.tensor(place), shape)] if shape else []
+
+
+def _difference(
+    name: str, shape: tuple[int, ...], index: list[int], found: list[float], count: int
+) -> dict[str, Any]:
+    """The entry of a report for values that differ, first at ``index``."""
+    return {
+        "tensor": name,
+        "what": f"{count} of {math.prod(shape)} values",
+        "index": index,
+        "a": _shown(found[0]),
+        "b": _shown(found[1]),
+        "count": count,
+    }
+
+
+def _shown(number: float) -> float | str:
+    """A number as JSON has it; it has neither inf nor NaN."""
     return number if math.isfinite(number) else str(number)

@@ -20,6 +20,7 @@ __all__ = [
     "MANIFEST",
     "describe_files",
     "described_fault",
+    "file_sha256",
     "parse_json",
     "read_manifest",
     "verify_files",
@@ -38,7 +39,7 @@ def describe_files(directory: Path, names: list[str]) -> dict[str, dict[str, Any
     for name in names:
         path = directory / name
         _fsync(path)
-        described[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        described[name] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     return described
 
 
@@ -138,14 +139,17 @@ def verify_files(directory: Path, files: dict[str, dict[str, Any]], *, hashes: b
                 f"{name} has {path.stat().st_size} bytes, the manifest says {expected['size']}"
             )
         elif hashes and "sha256" not in expected:
-            faults.append(f"{name} has no SHA-256 in the manifest, so its content cannot be checked")
-        elif hashes and _sha256(path) != expected["sha256"]:
+            faults.append(
+                f"{name} has no SHA-256 in the manifest, so its content cannot be checked"
+            )
+        elif hashes and file_sha256(path) != expected["sha256"]:
             faults.append(f"{name} has other content than when it was saved (SHA-256 differs)")
     if faults:
         raise CheckpointError(f"{directory} is damaged: {'; '.join(faults)}; use another iteration")
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, 64 hexadecimal digits."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

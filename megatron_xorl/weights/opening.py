@@ -81,8 +81,8 @@ def refuse_unlisted(directory: Path, names: Iterable[str], listed: Mapping[str, 
     Raises:
         WeightsError: it leaves one out, so nothing says what that file must be.
     """
-    missing = [name for name in names if listed and name not in listed]
-    if missing:
+    missing = [name for name in names if name not in listed]
+    if missing and (directory / MANIFEST).exists():
         raise WeightsError(
             f"{directory / MANIFEST}: files leaves out {missing[0]}, which the checkpoint needs; "
             "copy or convert the checkpoint again"
@@ -129,7 +129,7 @@ def read_files(
         what = str(error).rpartition("use another iteration")[0].rstrip(";: ") or str(error)
         raise WeightsError(f"{what}; copy or convert the checkpoint again") from error
     if is_megatron(directory):
-        refuse_unlisted(directory, _NEEDED, files or {"": None})
+        refuse_unlisted(directory, _NEEDED, files)
     return files
 
 

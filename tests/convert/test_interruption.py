@@ -258,7 +258,141 @@ def test_two_conversions_do_not_write_one_output(source: Path, tmp_path: Path) -
     out = tmp_path / "out"
     out.mkdir()
     with open(out / "progress.jsonl", "a") as journal:
-        fcntl.flock(journal, fcntl.LOCK_EX)
+        fcntl.flock(journal, fcntl.LOCK_EX)  # before its first line
         with pytest.raises(WeightsError, match="being written by another conversion"):
             import_checkpoint(source, out)
     import_checkpoint(source, out)
+
+
+@pytest.fixture
+def stopped(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An import that the disk stopped after four files."""
+    with monkeypatch.context() as patched:
+        stop_after(patched, 4)
+        with pytest.raises(WeightsError, match="incomplete"):
+            import_checkpoint(source, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_kill_while_the_journal_is_opened_forgets_no_finished_file(
+    source, stopped, monkeypatch
+) -> None:
+    """Whatever call it dies at, what the journal held before is still there."""
+    from megatron_xorl.convert import journal
+
+    before = (stopped / "progress.jsonl").read_bytes()
+    (stopped / "progress.jsonl").write_bytes(before + b'{"file": "__0')
+    for name, place in (("sync_directory", journal), ("fsync", os), ("unlink", Path)):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, lambda *_, **__: (_ for _ in ()).throw(SystemExit))
+            with contextlib.suppress(SystemExit):
+                import_checkpoint(source, stopped)
+        assert (stopped / "progress.jsonl").read_bytes().startswith(before)
+    assert import_checkpoint(source, stopped)["resumed"] == 4
+
+
+def test_a_first_line_cut_by_a_kill_is_a_new_output(source, whole, stopped, tmp_path) -> None:
+    first = (stopped / "progress.jsonl").read_bytes().split(b"\n")[0]
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again/progress.jsonl").write_bytes(first[:30])
+    assert import_checkpoint(source, tmp_path / "again")["resumed"] == 0
+    assert hashes(tmp_path / "again") == hashes(whole)
+
+
+def test_a_foreign_directory_is_refused_by_the_command(source, stopped) -> None:
+    (stopped / "progress.jsonl").write_text("epoch 1\n")
+    before = contents(stopped)
+    code, said = command(["import", str(source), str(stopped)])
+    assert code == 2
+    assert "no line of a conversion" in said
+    assert said.count("\n") == 1
+    assert contents(stopped) == before
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_finished_file_with_a_changed_byte_is_written_again(
+    source, whole, stopped, caplog
+) -> None:
+    flip(stopped / "__0_1.distcp")
+    assert import_checkpoint(source, stopped)["resumed"] == 3
+    assert "__0_1.distcp is not what it was" in caplog.text
+    assert hashes(stopped) == hashes(whole)
+    open_checkpoint(stopped, hashes=True)
+
+
+@pytest.mark.parametrize("name", ["__0_1.distcp", "tokenizer.json"])
+def test_a_complete_output_with_a_changed_byte_is_not_accepted(name, source, tmp_path) -> None:
+    out = tmp_path / "out"
+    import_checkpoint(source, out)
+    flip(out / name)
+    with pytest.raises(WeightsError, match=f"{name} has other content"):
+        import_checkpoint(source, out)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model-00002-of-00013.safetensors"])
+def test_a_source_that_changes_meanwhile_gives_no_manifest(
+    name: str, tiny_dir: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    from megatron_xorl.convert import stream
+
+    shutil.copytree(source, tmp_path / "source")
+    write = stream._write_small
+
+    def changed(conversion: stream.Conversion) -> object:
+        os.utime(tmp_path / "source" / name)
+        return write(conversion)
+
+    monkeypatch.setattr(stream, "_write_small", changed)
+    with pytest.raises(WeightsError, match=f"{name} changed while it was converted"):
+        import_checkpoint(tmp_path / "source", tmp_path / "out")
+    with pytest.raises(WeightsError, match="unfinished conversion"):
+        open_checkpoint(tmp_path / "out")
+
+
+def test_files_beside_the_weights_are_counted_and_never_held_whole(
+    source, tmp_path, monkeypatch
+) -> None:
+    import shutil
+
+    from megatron_xorl.convert import stream
+
+    shutil.copytree(source, tmp_path / "source")
+    with open(tmp_path / "source/chat.log", "wb") as file:
+        file.truncate(64 * 2**20)
+    weights = sum(p.stat().st_size for p in source.glob("*.safetensors"))
+    free = type("Usage", (), {"free": weights + 32 * 2**20})()
+    with monkeypatch.context() as patched:
+        patched.setattr(stream.shutil, "disk_usage", lambda _: free)
+        with pytest.raises(WeightsError, match="GiB free"):
+            import_checkpoint(tmp_path / "source", tmp_path / "out")
+    longest, write = [], files.OutputFile.write
+
+    def measured(self: files.OutputFile, piece: bytes) -> None:
+        longest.append(len(piece))
+        write(self, piece)
+
+    monkeypatch.setattr(files.OutputFile, "write", measured)
+    monkeypatch.setattr(Path, "read_bytes", refuse_large(Path.read_bytes))
+    import_checkpoint(tmp_path / "source", tmp_path / "out")
+    export_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert max(longest) <= files.PIECE
+    assert (tmp_path / "back/chat.log").stat().st_size == 64 * 2**20
+
+
+def refuse_large(read):
+    def guarded(path: Path) -> bytes:
+        assert path.stat().st_size < 32 * 2**20, path
+        return read(path)
+
+    return guarded

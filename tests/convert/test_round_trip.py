@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -91,24 +92,116 @@ def test_the_reader_has_the_interface_and_the_bytes_of_the_other_form(pair) -> N
     assert fingerprint(config, megatron) == fingerprint(config, hf)
 
 
+def loaded_by_transformers(directory: Path) -> tuple[list[str], set[str], torch.Tensor]:
+    """What ``from_pretrained`` misses, what it does not expect, and fp32 logits of 48 tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model, said = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        logits = model.eval()(IDS).logits
+    return list(said["missing_keys"]), set(said["unexpected_keys"]), logits
+
+
+IDS = torch.arange(48)[None]
+"""Longer than ``index_topk``, so that the indexer chooses."""
+
+
+def mtp_names(directory: Path) -> set[str]:
+    """Tensors of layer 4, the MTP layer of the tiny model: transformers leaves out layer 78 alone, by number."""
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    return {name for name in index["weight_map"] if name.startswith("model.layers.4.")}
+
+
+def as_transformers_names(names: set[str]) -> set[str]:
+    """The names after transformers has stacked the experts of a layer, which it does before it looks for a place."""
+    banks = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+    return {
+        re.sub(r"(\.experts)\.\d+\.(\w+)\.weight$", lambda m: f"{m[1]}.{banks[m[2]]}", name)
+        for name in names
+    }
+
+
+def without_mtp(source: Path, out: Path) -> Path:
+    """A copy of a checkpoint without its MTP layer."""
+    shutil.copytree(source, out)
+    dropped = mtp_names(out)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    for shard in set(index["weight_map"].values()):
+        tensors = {n: t for n, t in load_file(out / shard).items() if n not in dropped}
+        (out / shard).unlink()
+        if tensors:
+            save_file(tensors, out / shard, metadata={"format": "pt"})
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if n not in dropped}
+    left = sum(t.nbytes for t in all_tensors(out).values())
+    index["metadata"]["total_size"] = left
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    raw = json.loads((out / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    if quantization := raw.get("quantization_config"):
+        kept = [n for n in quantization["modules_to_not_convert"] if "layers.4." not in n]
+        quantization["modules_to_not_convert"] = kept
+    (out / "config.json").write_text(json.dumps(raw))
+    return out
+
+
+def our_logits_on_bf16_values(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Our fp32 logits on the FP8 source: as it is, and with every weight's code x scale rounded to bf16 once."""
+    from megatron_xorl.fp8.weight import FrozenWeight
+    from megatron_xorl.training.model import forward_logits, load_model
+    from tests.training.harness import use_one_process
+
+    use_one_process()
+    model = load_model(directory, dtype=torch.float32)
+    plain = forward_logits(model, IDS).detach()
+    for module in model.modules():
+        if isinstance(module, FrozenWeight):
+            rows, cols = (slice(0, side) for side in module.shape[-2:])
+            banks = range(module.shape[0]) if len(module.shape) == 3 else [None]
+            values = [module.tile(torch.float32, rows=rows, cols=cols, expert=e) for e in banks]
+            module.set_dense(torch.stack(values).reshape(module.shape).bfloat16().float())
+    return plain, forward_logits(model, IDS).detach()
+
+
 def test_transformers_loads_the_bf16_export_completely_with_equal_logits(
     bf16_dir: Path, bf16_megatron: Path, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     export_checkpoint(bf16_megatron, tmp_path / "back")
-    logits = []
-    for directory in (bf16_dir, tmp_path / "back"):
-        model, said = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
-        )
-        unexpected = [n for n in said["unexpected_keys"] if not n.startswith("model.layers.4.")]
-        assert (list(said["missing_keys"]), unexpected) == ([], [])  # layer 4 is the MTP layer
-        ids = torch.arange(40)[None]
-        with torch.no_grad():
-            logits.append(model.eval()(ids).logits)
-    assert torch.equal(*logits)
-    assert logits[0].std() > 0.1
+    source, back = (loaded_by_transformers(path) for path in (bf16_dir, tmp_path / "back"))
+    assert source[:2] == back[:2] == ([], as_transformers_names(mtp_names(bf16_dir)))
+    assert torch.equal(source[2], back[2])
+    assert source[2].std() > 0.1
+
+
+@pytest.mark.parametrize("mtp", [True, False], ids=["mtp", "no_mtp"])
+def test_transformers_loads_the_bf16_export_of_an_fp8_checkpoint_with_our_logits(
+    mtp: bool, tiny_dir: Path, bf16_dir: Path, tmp_path: Path
+) -> None:
+    """Compared in fp32: transformers on the exported bf16 file, ours on the FP8 source with code x scale rounded to bf16.
+
+    1e-5 is what two fp32 implementations of the layers agree within; the rounding to bf16 moves the logits by 1e-2.
+    """
+    source = tiny_dir if mtp else without_mtp(tiny_dir, tmp_path / "source")
+    import_checkpoint(source, tmp_path / "megatron")
+    export_checkpoint(tmp_path / "megatron", tmp_path / "out", Options("bf16"))
+    missing, unexpected, theirs = loaded_by_transformers(tmp_path / "out")
+    assert (missing, unexpected) == (
+        [],
+        as_transformers_names(mtp_names(bf16_dir)) if mtp else set(),
+    )
+    unrounded, ours = our_logits_on_bf16_values(source)
+    assert (ours - theirs).abs().max() <= 1e-5
+    assert (unrounded - theirs).abs().max() > 1e-3
+    assert theirs.std() > 0.1
+    if not mtp:
+        return
+    name = "model.layers.2.mlp.shared_experts.down_proj.weight"
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    shard = tmp_path / "out" / index["weight_map"][name]
+    save_file(load_file(shard) | {name: -load_file(shard)[name]}, shard, metadata={"format": "pt"})
+    wrong = loaded_by_transformers(tmp_path / "out")
+    assert wrong[:2] == ([], as_transformers_names(mtp_names(bf16_dir)))
+    assert (ours - wrong[2]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("direction", ["import", "export"])

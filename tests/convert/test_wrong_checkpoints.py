@@ -5,7 +5,9 @@ Every case starts from a checkpoint that converts; that is the control.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -18,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron_xorl.cli import main
 from megatron_xorl.errors import WeightsError
-from megatron_xorl.weights.dcp_metadata import metadata_bytes, read_items
+from megatron_xorl.weights.dcp_metadata import check_pickle, metadata_bytes, read_items
 from megatron_xorl.weights.manifest import read_manifest, write_manifest
 from megatron_xorl.weights.opening import open_checkpoint
 from megatron_xorl.weights.writer import INDEX_NAME
@@ -411,13 +414,18 @@ def test_a_wrong_total_in_the_index_is_said_and_corrected(
 
 def swap_two_experts(source: Path) -> None:
     """Exchange the places of two tensors of one shape in ``.metadata``: nothing but a hash tells."""
-    items = read_items(source / ".metadata")
-    key = next(item.key for item in items if item.offset[0] == 1 and len(item.size) == 3)
-    a, b = (i for i, item in enumerate(items) if item.key == key and item.offset[0] in (0, 1))
-    first, second = items[a], items[b]
-    items[a] = first._replace(file=second.file, start=second.start)
-    items[b] = second._replace(file=first.file, start=first.start)
-    content = metadata_bytes(items)
+    metadata = check_pickle(source / ".metadata")
+    banked = [item for item in read_items(source / ".metadata") if len(item.size) == 3]
+    first, second = next(
+        (a, b)
+        for a, b in itertools.pairwise(banked)
+        if (a.key, a.file, a.length) == (b.key, b.file, b.length)
+    )
+    places = metadata.storage_data
+    for item, other in ((first, second), (second, first)):
+        index = MetadataIndex(item.key, item.offset)
+        places[index] = dataclasses.replace(places[index], offset=other.start)
+    content = pickle.dumps(metadata)
     assert len(content) == (source / ".metadata").stat().st_size
     (source / ".metadata").write_bytes(content)
 
@@ -511,3 +519,68 @@ def test_a_manifest_that_says_too_little_or_nonsense_is_refused(
     refused(Case(source, tmp_path / "out", "export"), ("manifest.json", *expected), capsys)
     with pytest.raises(WeightsError, match=r"manifest\.json"):
         open_checkpoint(source)
+
+
+def first_shard(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda d: d["shards"][0].update(changes)
+
+
+LAYOUTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another version": (lambda d: d.update(format_version=2), "format_version is 2"),
+    "no version": (lambda d: d.pop("format_version"), "has no format_version"),
+    "shards that are text": (lambda d: d.update(shards="x"), "shards is str"),
+    "a shard that is null": (lambda d: d["shards"].insert(0, None), "shards[0] is NoneType"),
+    "a file that is a number": (first_shard(file=3), "shards[0].file is 3"),
+    "a file that is a config": (first_shard(file="config.json"), "shards[0].file is 'config.json'"),
+    "a file twice": (lambda d: d["shards"][1].update(file=FIRST), f"{FIRST} appears twice"),
+    "names that are text": (first_shard(names="abc"), "shards[0].names"),
+    "names that are numbers": (first_shard(names=[1]), "shards[0].names"),
+    "a name twice": (lambda d: d["shards"][0]["names"].append("lm_head.weight"), "appears twice"),
+    "metadata of numbers": (first_shard(metadata={"a": 1}), "shards[0].metadata"),
+    "a header that is a list": (first_shard(header=[]), "shards[0].header is list"),
+    "a header of nothing": (first_shard(header="{}"), f"header of {FIRST} does not describe"),
+    "a header that is no JSON": (first_shard(header="{"), "shards.json"),
+    "copied that is an object": (lambda d: d.update(copied={}), "copied is no list"),
+    "copied outside": (lambda d: d["copied"].append("../x"), "outside the output"),
+    "copied that is missing": (lambda d: d["copied"].append("nothing.txt"), "nothing.txt"),
+    "copied that is ours": (lambda d: d["copied"].append("manifest.json"), "manifest.json"),
+    "index metadata of text": (lambda d: d.update(index_metadata="x"), "index_metadata is neither"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_shard_layout_that_does_not_fit_is_refused_by_its_field(
+    name: str, fp8_megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(fp8_megatron, tmp_path / "source")
+    case = Case(tmp_path / "source", tmp_path / "out", "export")
+    document = json.loads((case.source / "hf/shards.json").read_bytes())
+    break_it, expected = LAYOUTS[name]
+    break_it(document)
+    case.replace("hf/shards.json", json.dumps(document).encode())
+    refused(case, ("hf/shards.json", expected), capsys)
+
+
+@pytest.mark.parametrize("name", ["hf", "hf/x", "a.partial", "PYTORCH.BIN", "old/model.Pth"])
+def test_a_name_of_the_output_or_a_pickle_anywhere_in_the_source_is_refused(
+    name: str, tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(tiny_dir, tmp_path / "source")
+    (tmp_path / "source" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "source" / name).write_text("x")
+    said = "is pickled" if "." in name and "partial" not in name else "of its own"
+    refused(Case(tmp_path / "source", tmp_path / "out", "import"), (said,), capsys)
+
+
+def test_what_is_not_carried_over_is_named_in_one_warning(tiny_dir, tmp_path, caplog) -> None:
+    from megatron_xorl.convert.importer import import_checkpoint
+
+    source = tmp_path / "source"
+    shutil.copytree(tiny_dir, source)
+    (source / "figures").mkdir()
+    (source / ".gitattributes").write_text("x")
+    (source / "LICENSE").symlink_to("nowhere")
+    import_checkpoint(source, tmp_path / "out")
+    warnings = [record.getMessage() for record in caplog.records if "left out" in record.msg]
+    assert len(warnings) == 1
+    assert warnings[0].endswith("are: .gitattributes, LICENSE, figures")
