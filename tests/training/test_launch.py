@@ -37,6 +37,7 @@ def launches(model: Path, folder: Path, cases: dict[str, dict[str, Any]]) -> dic
     good = {rule.name: rule.allowed[0] for rule in RULES} | {
         "tensor_model_parallel_size": 1,
         "sequence_parallel": False,
+        "num_layers": 4,
         "seed": 1234,
     }
     found: dict[str, Any] = {}
