@@ -1,0 +1,1 @@
+"""Benchmarks of the kernels on a GPU, and a dry run of them without one."""
