@@ -13,9 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from megatron_xorl.adapters.inventory import Inventory
     from megatron_xorl.config.model import GlmConfig
-    from megatron_xorl.plan.adapter_bytes import AdapterBytes
 
 __all__ = [
     "console",
@@ -24,7 +22,6 @@ __all__ = [
     "print_doctor",
     "print_layout",
     "print_recall",
-    "print_targets",
     "table",
 ]
 
@@ -120,48 +117,6 @@ def _rank_table(entry: Mapping[str, Any]) -> Table:
         total.append(built["parameters"]["total"])
     rows.add_row("total", *(f"{cell:,}" for cell in total))
     return rows
-
-
-def print_targets(name: str, inventory: Inventory, cost: Mapping[str, AdapterBytes]) -> None:
-    """Print counts and bytes by region, then the shapes of the factors, of ``inventory`` on the model ``name``."""
-    totals = inventory.totals()
-    counts = ("targets", "factors", "trainable_factors", "parameters")
-    rows = table(
-        f"adapter on {name}",
-        "region",
-        "targets",
-        "factors",
-        "train",
-        "parameters",
-        "share",
-        "factor MB",
-        "optimizer MB",
-    )
-    for region, count in [*totals["by_region"].items(), ("total", totals)]:
-        spent = cost[region]
-        if region == "total":
-            rows.add_section()
-        rows.add_row(
-            region,
-            *(f"{count[key]:,}" for key in counts),
-            f"{count['parameters'] / totals['parameters']:.1%}",
-            f"{spent.factors / 1e6:,.1f}",
-            f"{(spent.masters + spent.moments) / 1e6:,.1f}",
-        )
-    shapes = table("factors", "region", "projection", "targets", "A", "B")
-    for (region, leaf, *pair), number in _grouped(inventory).items():
-        shapes.add_row(region, leaf, str(number), *pair)
-    console().print(rows, shapes)
-
-
-def _grouped(inventory: Inventory) -> dict[tuple[str, str, str, str], int]:
-    """Return how many targets share a region, a leaf name and both shapes."""
-    groups: dict[tuple[str, str, str, str], int] = {}
-    for first, second in zip(inventory.factors[::2], inventory.factors[1::2], strict=True):
-        leaf = first.target.rpartition(".")[2]
-        key = (first.region, leaf, str(list(first.shape)), str(list(second.shape)))
-        groups[key] = groups.get(key, 0) + 1
-    return groups
 
 
 def print_doctor(report: Mapping[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +68,20 @@ def test_an_import_says_in_one_line_what_it_did(tiny_dir, tmp_path, capsys) -> N
     code, out, _ = run(capsys, "import", tiny_dir, tmp_path / "out")
     assert code == 0
     assert "files of an earlier run" in out
+
+
+def test_a_conversion_that_copies_imports_no_torch(tiny_dir: Path, tmp_path: Path) -> None:
+    """Torch takes seconds to import. The control: a cast needs it."""
+    program = (
+        "import sys\nfrom megatron_xorl.cli import main\ntry:\n    main(sys.argv[1:])\n"
+        "except SystemExit:\n    pass\nprint('imported:', *sorted({'torch', 'numpy'} & sys.modules.keys()))"
+    )
+    for source, verb, out, flags, imported in (
+        (tiny_dir, "import", "a", [], ""),
+        (tmp_path / "a", "export", "b", [], ""),
+        (tmp_path / "a", "export", "c", ["--dtype", "bf16"], "numpy torch"),
+    ):
+        command = [sys.executable, "-c", program, verb, source, tmp_path / out, *flags]
+        done = subprocess.run(map(str, command), capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        assert done.stdout.splitlines()[-1].strip() == f"imported: {imported}".strip()

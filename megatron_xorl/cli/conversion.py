@@ -5,7 +5,7 @@ megatron-xorl import HF_DIR OUT
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,11 +44,8 @@ def import_(
 ) -> None:
     """Convert a Hugging Face directory into a Megatron distributed checkpoint; an interrupted run continues."""
     from megatron_xorl.convert.importer import import_checkpoint
-    from megatron_xorl.convert.plan import Options
 
-    options = Options(dtype, quantize)
-    report = import_checkpoint(source, out, options, workers=workers, hashed=not no_hash)
-    _print_report(report, as_json)
+    _convert(import_checkpoint, source, out, (dtype, quantize), workers, not no_hash, as_json)
 
 
 @app.command()
@@ -65,11 +62,8 @@ def export(
 ) -> None:
     """Convert a Megatron distributed checkpoint back into Hugging Face shards; an interrupted run continues."""
     from megatron_xorl.convert.exporter import export_checkpoint
-    from megatron_xorl.convert.plan import Options
 
-    options = Options(dtype, quantize)
-    report = export_checkpoint(checkpoint, out, options, workers=workers, hashed=not no_hash)
-    _print_report(report, as_json)
+    _convert(export_checkpoint, checkpoint, out, (dtype, quantize), workers, not no_hash, as_json)
 
 
 @app.command()
@@ -94,7 +88,19 @@ def verify(
         raise typer.Exit(1)
 
 
-def _print_report(report: Mapping[str, Any], as_json: bool) -> None:
+def _convert(
+    direction: Callable[..., Mapping[str, Any]],
+    source: Path,
+    out: Path,
+    options: tuple[str, bool],
+    workers: int,
+    hashed: bool,
+    as_json: bool,
+) -> None:
+    """Run one direction and print its report."""
+    from megatron_xorl.convert.plan import Options
+
+    report = direction(source, out, Options(*options), workers=workers, hashed=hashed)
     if as_json:
         print_json(report)
         return

@@ -18,13 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_xorl.config.model import GlmConfig, load_glm_config
-from megatron_xorl.convert.importer import (
-    block_of,
-    identity,
-    known_hashes,
-    refuse_nested,
-    report,
-)
+from megatron_xorl.convert.directions import Task, carry_out, refuse_nested
 from megatron_xorl.convert.layout import RAW_INDEX_NAME, Layout, read_layout
 from megatron_xorl.convert.plan import (
     Options,
@@ -34,12 +28,12 @@ from megatron_xorl.convert.plan import (
     output_config,
     plan_tensors,
 )
-from megatron_xorl.convert.stream import Conversion, Job, run, stamp
+from megatron_xorl.convert.stream import Job, stamp
 from megatron_xorl.convert.values import OutputTensor
 from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.completeness import is_megatron, read_files
 from megatron_xorl.weights.manifest import MANIFEST, parse_json
 from megatron_xorl.weights.megatron_checkpoint import MegatronCheckpoint
-from megatron_xorl.weights.opening import is_megatron, read_files, refuse_unlisted
 from megatron_xorl.weights.writer import INDEX_NAME
 
 __all__ = ["export_checkpoint"]
@@ -71,40 +65,26 @@ def export_checkpoint(
     start = time.perf_counter()
     source, out = Path(source), Path(out)
     refuse_nested(source, out)
-    listed = read_files(source, small=hashed)
     if not is_megatron(source):
+        read_files(source, small=False)  # an unfinished export says so
         raise WeightsError(
             f"{source} is no Megatron checkpoint; `megatron-xorl import` makes one of a Hugging Face directory"
         )
-    before = stamp(source, [MANIFEST, *listed])
-    checkpoint = MegatronCheckpoint(source)
+    checkpoint = MegatronCheckpoint(source, small=hashed)
+    before = stamp(source, [MANIFEST, *checkpoint.listed])
     config = load_glm_config(source)
     options.check(config)
     layout = read_layout(checkpoint)
-    refuse_unlisted(source, checkpoint.shards(), listed)
     checkpoint.validate(config)
-    checkpoint.close()
-    shards = layout.shards
-    planned = plan_tensors(shards, checkpoint, config, options)
+    planned = plan_tensors(layout.shards, checkpoint, config, options)
     keep = options == Options()
     jobs = [
         Job(shard.file, [_header(shard, tensors, keep), *tensors])
-        for shard, tensors in zip(shards, planned, strict=True)
+        for shard, tensors in zip(layout.shards, planned, strict=True)
     ]
-    conversion = Conversion(
-        label=f"export {source.name}",
-        out=out,
-        source=checkpoint,
-        hashes=known_hashes(listed) if hashed else {},
-        block=block_of(config, options),
-        jobs=jobs,
-        small=_small_files(checkpoint, config, options, layout, planned),
-        stamp=before,
-        identity=identity("export", checkpoint, before, options, hashed),
-        workers=workers,
-        hashed=hashed,
-    )
-    return report(run(conversion), out, planned, start)
+    small = _small_files(checkpoint, config, options, layout, planned)
+    task = Task("export", checkpoint, before, config, options, workers, hashed)
+    return carry_out(task, out, planned, jobs, small, start)
 
 
 def _header(shard: Shard, tensors: list[OutputTensor], keep: bool) -> bytes:

@@ -31,10 +31,8 @@ PARTIAL = ".partial"
 _WRITE_BEHIND = 32 * 2**20  # the disk starts on written bytes after this many, not at the fsync
 _READ_AHEAD = 64 * 2**20
 _HASHES_BEHIND = 4  # pieces that may wait for the hashing thread
-_SMALL, _TOGETHER = (
-    2**17,
-    2**20,
-)  # pieces below the first are collected up to the second: norms, scales, headers
+_SMALL = 2**17  # shorter pieces (norms, scales, headers) are collected ...
+_TOGETHER = 2**20  # ... up to this many bytes before they are written or hashed
 
 
 class SourceFile:
@@ -158,7 +156,7 @@ class OutputFile:
                 return
             view = memoryview(b"")
         self._flush_small()
-        _write_all(self._handle, view)
+        self._write(view)
         if self.size - self._started >= _WRITE_BEHIND:
             _forget(self._handle, self._started, self.size - self._started)
             self._started = self.size
@@ -169,15 +167,25 @@ class OutputFile:
         The name itself is on disk after :func:`sync_directory`.
         """
         self._flush_small()
-        os.fsync(self._handle)
+        try:
+            os.fsync(self._handle)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._partial)) from error
         _forget(self._handle, 0, 0)
         os.replace(self._partial, self.path)
         described: dict[str, Any] = {"size": self.size}
         return described if self._digest is None else described | {"sha256": self._digest.value()}
 
     def _flush_small(self) -> None:
-        _write_all(self._handle, memoryview(self._small))
+        self._write(memoryview(self._small))
         self._small = bytearray()
+
+    def _write(self, view: memoryview) -> None:
+        try:
+            while view:
+                view = view[os.write(self._handle, view) :]
+        except OSError as error:  # of a handle, so without the name of the file
+            raise OSError(error.errno, error.strerror, str(self._partial)) from error
 
 
 class _Digest:
@@ -224,11 +232,6 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _write_all(handle: int, view: memoryview) -> None:
-    while view:
-        view = view[os.write(handle, view) :]
 
 
 def _forget(handle: int, start: int, length: int) -> None:

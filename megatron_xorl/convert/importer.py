@@ -12,8 +12,6 @@ index does not name.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import logging
 import os
@@ -21,9 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_xorl.config.model import GlmConfig, load_glm_config
+from megatron_xorl.convert.directions import Task, carry_out, refuse_nested
 from megatron_xorl.convert.files import PARTIAL
 from megatron_xorl.convert.layout import RAW_INDEX_NAME, VERSION, string_map
 from megatron_xorl.convert.plan import (
@@ -35,28 +32,27 @@ from megatron_xorl.convert.plan import (
     output_config_of,
     plan_tensors,
 )
-from megatron_xorl.convert.stream import Conversion, Job, run, stamp
+from megatron_xorl.convert.stream import Job, stamp
 from megatron_xorl.convert.values import OutputTensor
 from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.archive import plain_archive
+from megatron_xorl.weights.completeness import (
+    COMMON_NAME,
+    LAYOUT_NAME,
+    PROGRESS_NAME,
+    is_megatron,
+    read_files,
+)
 from megatron_xorl.weights.container import ALIGNMENT, container
 from megatron_xorl.weights.dcp_metadata import Item, metadata_bytes
 from megatron_xorl.weights.keys import METADATA_NAME, key_table
 from megatron_xorl.weights.manifest import MANIFEST, parse_json
-from megatron_xorl.weights.opening import (
-    LAYOUT_NAME,
-    PROGRESS_NAME,
-    Checkpoint,
-    is_megatron,
-    read_files,
-    refuse_unlisted,
-)
 from megatron_xorl.weights.reader import HfCheckpoint
 from megatron_xorl.weights.writer import INDEX_NAME
 
-__all__ = ["COMMON_NAME", "CONFIG_NAME", "import_checkpoint"]
+__all__ = ["CONFIG_NAME", "import_checkpoint"]
 
 CONFIG_NAME = "metadata.json"
-COMMON_NAME = "common.pt"
 
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _OURS = {MANIFEST, PROGRESS_NAME, METADATA_NAME, CONFIG_NAME, INDEX_NAME}
@@ -90,19 +86,17 @@ def import_checkpoint(
     start = time.perf_counter()
     source, out = Path(source), Path(out)
     refuse_nested(source, out)
-    listed = read_files(source, small=hashed)
     if is_megatron(source):
+        read_files(source, small=False)  # an unfinished one says so
         raise WeightsError(
             f"{source} is a Megatron checkpoint already; use `megatron-xorl export` for the other direction"
         )
-    checkpoint = HfCheckpoint(source)
+    checkpoint = HfCheckpoint(source, small=hashed)
     copied = _carried(checkpoint)
     before = stamp(source, [*checkpoint.shards(), *copied, *_index_of(source)])
-    refuse_unlisted(source, checkpoint.shards(), listed)
     config = load_glm_config(source)
     options.check(config)
     checkpoint.validate(config)
-    checkpoint.close()
     shards = [_shard(checkpoint, file) for file in checkpoint.shards()]
     planned = plan_tensors(shards, checkpoint, config, options)
     jobs, items = _jobs(planned, output_config_of(config, options))
@@ -114,72 +108,8 @@ def import_checkpoint(
         for shard, tensors in zip(shards, planned, strict=True)
     ]
     small = _small_files(source, copied, config, options, layout, planned, items)
-    conversion = Conversion(
-        label=f"import {source.name}",
-        out=out,
-        source=checkpoint,
-        hashes=known_hashes(listed) if hashed else {},
-        block=block_of(config, options),
-        jobs=jobs,
-        small=small,
-        stamp=before,
-        identity=identity("import", checkpoint, before, options, hashed),
-        workers=workers,
-        hashed=hashed,
-    )
-    return report(run(conversion), out, planned, start)
-
-
-def refuse_nested(source: Path, out: Path) -> None:
-    """Check that writing ``out`` cannot change ``source``.
-
-    Raises:
-        WeightsError: one lies in the other.
-    """
-    first, second = source.resolve(), out.resolve()
-    if first == second or first in second.parents or second in first.parents:
-        raise WeightsError(
-            f"the output {out} and the source {source} lie in each other; choose a directory apart from the source"
-        )
-
-
-def known_hashes(listed: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Return the hashes of a manifest's files, by name."""
-    return {name: file["sha256"] for name, file in listed.items() if "sha256" in file}
-
-
-def block_of(config: GlmConfig, options: Options) -> tuple[int, int] | None:
-    """Return the FP8 block that values are computed with."""
-    return output_config_of(config, options).weight_block_size or config.weight_block_size
-
-
-def identity(
-    verb: str, checkpoint: Checkpoint, files: dict[str, list[int]], options: Options, hashed: bool
-) -> dict[str, Any]:
-    """Return what a continued run must agree with: the source's files by size and time, and the options."""
-    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode())
-    digest.update("\n".join(checkpoint.names()).encode())
-    return {
-        "verb": verb,
-        "source_sha256": digest.hexdigest(),
-        "dtype": options.dtype,
-        "quantize": options.quantize,
-        "hashed": hashed,
-    }
-
-
-def report(
-    done: dict[str, Any], out: Path, planned: list[list[OutputTensor]], start: float
-) -> dict[str, Any]:
-    """Return what the command prints."""
-    seconds = time.perf_counter() - start
-    return {
-        "path": str(out.resolve()),
-        "tensors": sum(map(len, planned)),
-        **done,
-        "seconds": round(seconds, 3),
-        "bytes_per_s": round(done["bytes"] / seconds),
-    }
+    task = Task("import", checkpoint, before, config, options, workers, hashed)
+    return carry_out(task, out, planned, jobs, small, start)
 
 
 def _carried(checkpoint: HfCheckpoint) -> list[str]:
@@ -290,11 +220,9 @@ def _small_files(
         "index_metadata": metadata,
         "shards": [shard._asdict() for shard in shards],
     }
-    common = io.BytesIO()
-    torch.save({"iteration": 0, "checkpoint_version": 3.0}, common)
     return small | {
         LAYOUT_NAME: json.dumps(layout).encode(),
-        COMMON_NAME: common.getvalue(),
+        COMMON_NAME: plain_archive({"iteration": 0, "checkpoint_version": 3.0}),
         METADATA_NAME: metadata_bytes(items),
         "config.json": copied["config.json"],
         CONFIG_NAME: b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}',

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from megatron_xorl.convert.files import PARTIAL, sync_directory
 from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.completeness import PROGRESS_NAME
 from megatron_xorl.weights.manifest import MANIFEST, described_fault, parse_json
-from megatron_xorl.weights.opening import PROGRESS_NAME
 
 __all__ = ["Described", "Journal", "open_journal"]
 

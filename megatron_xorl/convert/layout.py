@@ -17,9 +17,9 @@ from megatron_xorl.convert.files import PARTIAL
 from megatron_xorl.convert.plan import Shard, header_entries
 from megatron_xorl.convert.values import OutputTensor
 from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.completeness import LAYOUT_NAME, PROGRESS_NAME
 from megatron_xorl.weights.manifest import MANIFEST, parse_json
 from megatron_xorl.weights.megatron_checkpoint import MegatronCheckpoint
-from megatron_xorl.weights.opening import LAYOUT_NAME, PROGRESS_NAME
 from megatron_xorl.weights.writer import INDEX_NAME
 
 __all__ = ["RAW_INDEX_NAME", "VERSION", "Layout", "read_layout", "string_map"]

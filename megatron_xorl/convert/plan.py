@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 from megatron_xorl.config.model import GlmConfig
 from megatron_xorl.convert.values import OutputTensor
 from megatron_xorl.errors import ConfigError
-from megatron_xorl.fp8.format import block_grid
+from megatron_xorl.weights.checkpoint import Checkpoint
 from megatron_xorl.weights.names import SCALE_SUFFIX, hf_tensors
-from megatron_xorl.weights.opening import Checkpoint
 from megatron_xorl.weights.shards import DTYPE_BYTES
 
 __all__ = [
@@ -181,6 +180,8 @@ def _outputs(
 ) -> list[OutputTensor]:
     entry = checkpoint.entry(name)
     if name in quantizable:
+        from megatron_xorl.fp8.format import block_grid  # takes torch, which copying needs not
+
         grid = block_grid(entry.shape, BLOCK)
         return [
             OutputTensor(name, "F8_E4M3", entry.shape, "codes", name),

@@ -12,6 +12,7 @@ weights, so that nothing loads half a conversion, whatever reads it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import shutil
@@ -26,6 +27,8 @@ from megatron_xorl.convert.journal import Described, Journal, open_journal
 from megatron_xorl.convert.progress import Reporter
 from megatron_xorl.convert.values import Block, OutputTensor, pieces
 from megatron_xorl.errors import CheckpointError, MegatronXorlError, WeightsError
+from megatron_xorl.weights.checkpoint import Checkpoint
+from megatron_xorl.weights.completeness import PROGRESS_NAME
 from megatron_xorl.weights.manifest import (
     MANIFEST,
     file_sha256,
@@ -33,7 +36,6 @@ from megatron_xorl.weights.manifest import (
     verify_files,
     write_manifest,
 )
-from megatron_xorl.weights.opening import PROGRESS_NAME, Checkpoint
 
 __all__ = ["Conversion", "Job", "run", "stamp"]
 
@@ -104,9 +106,12 @@ def run(conversion: Conversion) -> dict[str, Any]:
         except (OSError, KeyboardInterrupt, MegatronXorlError) as error:
             raise WeightsError(_stopped(conversion, error)) from error
         _refuse_changed(conversion)
-        write_manifest(
-            out, {"format_version": 1, "conversion": conversion.identity, "files": files}
-        )
+        try:
+            write_manifest(
+                out, {"format_version": 1, "conversion": conversion.identity, "files": files}
+            )
+        except (OSError, KeyboardInterrupt) as error:
+            raise WeightsError(_stopped(conversion, error)) from error
         (out / PROGRESS_NAME).unlink()
     sync_directory(out)
     return {"files": len(files), "resumed": len(done), "bytes": size}
@@ -131,7 +136,14 @@ def _finished(conversion: Conversion) -> dict[str, Any]:
             f"{conversion.out / MANIFEST}: files and this conversion differ in {name}; choose a new directory"
         )
     try:
-        verify_files(conversion.out, document["files"], hashes=conversion.hashed)
+        total = sum(file["size"] for file in document["files"].values())
+        with Reporter(f"check {conversion.out.name}", total) as reporter:
+            verify_files(
+                conversion.out,
+                document["files"],
+                hashes=conversion.hashed,
+                advance=reporter.advance,
+            )
     except CheckpointError as error:
         raise WeightsError(
             f"{str(error).rpartition('; use another iteration')[0]}; remove {conversion.out} and convert again"
@@ -171,9 +183,11 @@ def _kept(conversion: Conversion, noted: Described) -> Described:
         path = conversion.out / file
         if not path.is_file() or not path.stat().st_size == noted[file]["size"] == sizes[file]:
             return False
-        return not conversion.hashed or file_sha256(path) == noted[file]["sha256"]
+        return not conversion.hashed or file_sha256(path, reporter.advance) == noted[file]["sha256"]
 
-    with ThreadPoolExecutor(conversion.workers) as pool:
+    total = sum(file["size"] for file in noted.values())
+    label = f"check what an earlier run finished in {conversion.out.name}"
+    with Reporter(label, total) as reporter, ThreadPoolExecutor(conversion.workers) as pool:
         good = list(pool.map(same, noted))
     for file, fine in zip(noted, good, strict=True):
         if not fine:
@@ -294,14 +308,23 @@ def _stopped(conversion: Conversion, error: BaseException) -> str:
     """One line: what happened, how much is done, and how to go on."""
     out = conversion.out
     done = sum((out / job.file).exists() for job in conversion.jobs)
+    advice = "once the cause is gone the same command continues it"
     if isinstance(error, KeyboardInterrupt):
         what = "interrupted"
     elif isinstance(error, OSError):
-        where = error.filename or error.filename2 or out
-        what = f"{where}: {error.strerror or error}"
+        where = Path(error.filename or error.filename2 or out)
+        what = f"{where}: {error.strerror or error}{_space(where, error)}"
     else:
         what = str(error)
-    return (
-        f"{what}; {out} is incomplete ({done} of {len(conversion.jobs)} files) and says so; "
-        "once the cause is gone the same command continues it"
-    )
+        advice = f"the same source stops it again: remove {out} and convert another one, or with other options"
+    return f"{what}; {out} is incomplete ({done} of {len(conversion.jobs)} files) and says so; {advice}"
+
+
+def _space(path: Path, error: OSError) -> str:
+    """Say how full the file system of a path is, where that is the error."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return ""
+    place = path.resolve()
+    while not place.is_mount() and place.parent != place:
+        place = place.parent
+    return f" (the file system at {place} has {shutil.disk_usage(place).free:,} bytes free)"

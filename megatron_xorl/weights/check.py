@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-import torch
 
 from megatron_xorl.errors import WeightsError, nearest
 from megatron_xorl.weights.names import SCALE_SUFFIX, TensorRow, rows_by_name, unmatched_entries
@@ -21,7 +20,7 @@ from megatron_xorl.weights.shards import Entry
 
 if TYPE_CHECKING:
     from megatron_xorl.config.model import GlmConfig
-    from megatron_xorl.weights.opening import Checkpoint
+    from megatron_xorl.weights.checkpoint import Checkpoint
 
 __all__ = ["check_checkpoint"]
 
@@ -29,6 +28,7 @@ log = logging.getLogger(__name__)
 
 _FILE_DTYPES = {"fp8": "F8_E4M3", "bf16": "BF16", "fp32": "F32"}
 _SHOWN = 20
+_INFINITY = 0x7F800000  # bits of fp32 infinity (IEEE 754)
 
 
 def check_checkpoint(checkpoint: Checkpoint, config: GlmConfig) -> None:
@@ -177,13 +177,20 @@ def _scale(
             "weight_block_size does not fit the file"
         )
     else:
-        values = checkpoint.read(name)
-        bad = int((~(torch.isfinite(values) & (values > 0))).sum())
+        bad = _bad_scales(checkpoint.raw(name))
         if bad:
             yield (
                 f"{name}: {bad} of {math.prod(entry.shape)} scales are not finite and positive; "
                 "the shard is damaged, fetch it again"
             )
+
+
+def _bad_scales(values: bytes) -> int:
+    """Count the fp32 values that are not finite and positive, by their bits: those are 1 up to the bits of infinity."""
+    bits = array("I", values)
+    if not bits or (min(bits) > 0 and max(bits) < _INFINITY):
+        return 0
+    return sum(not 0 < value < _INFINITY for value in bits)
 
 
 def _warn_of_unmatched(config: GlmConfig) -> None:

@@ -1,8 +1,8 @@
 """The container around one tensor in a Megatron distributed checkpoint: what ``torch.save`` writes, without the values.
 
 Torch's checkpoint reader calls ``torch.load`` on a byte range of a file. The one idea: for a given dtype and shape everything
-around the values is the same, so torch itself writes that once, with the values left out (``torch.serialization.skip_data``),
-and a conversion copies values between a prefix and a suffix without ever building a tensor.
+around the values is the same (``weights.archive``), so a conversion copies values between a prefix and a suffix without ever
+building a tensor, or importing torch.
 
 Reading goes the other way: :func:`locate` says where the values of a container lie, so that a slice of them can be mapped. What
 is not a plain contiguous tensor in one storage is refused, and nothing is unpickled but by torch's ``weights_only`` reader.
@@ -12,75 +12,74 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import tempfile
+import pickle
 import zipfile
-from typing import IO, NamedTuple
-
-import torch
+from typing import IO, TYPE_CHECKING
 
 from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.archive import ALIGNMENT, Around, around_values
+from megatron_xorl.weights.opcodes import call, document, joined, named, plain
+from megatron_xorl.weights.shards import DTYPE_BYTES
 
-__all__ = ["ALIGNMENT", "DTYPE_NAMES", "TORCH_DTYPES", "Container", "container", "locate"]
+if TYPE_CHECKING:
+    import torch
 
-ALIGNMENT = 64
-"""Containers begin on this grid, as values do within them, so that mapped values are aligned."""
+__all__ = ["ALIGNMENT", "TORCH_NAMES", "container", "locate", "torch_dtype"]
 
-TORCH_DTYPES = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "BOOL": torch.bool,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I16": torch.int16,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "F64": torch.float64,
-    "I64": torch.int64,
+TORCH_NAMES = {
+    "F8_E4M3": "float8_e4m3fn",
+    "U8": "uint8",
+    "I8": "int8",
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "I16": "int16",
+    "F32": "float32",
+    "I32": "int32",
+    "F64": "float64",
+    "I64": "int64",
 }
-"""Torch's dtype by the name that safetensors gives it."""
-
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+"""Torch's name of a dtype by the name that safetensors gives it."""
 
 _LOCAL_HEADER = 30  # fixed part of a zip local file header; name and extra field follow
 
 
-class Container(NamedTuple):
-    """Bytes before and after the values of a tensor."""
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype for the name that safetensors gives it."""
+    import torch
 
-    prefix: bytes
-    suffix: bytes
+    dtype: torch.dtype = getattr(torch, TORCH_NAMES[name])
+    return dtype
 
 
 @functools.lru_cache(maxsize=4096)
-def container(dtype: str, shape: tuple[int, ...]) -> Container:
-    """Return the container of a tensor.
+def container(dtype: str, shape: tuple[int, ...]) -> Around:
+    """Return the container of a contiguous tensor.
 
     Args:
         dtype: safetensors name of the dtype.
-        shape: of the tensor; not empty.
-
-    Raises:
-        WeightsError: the temporary directory cannot hold the file that torch writes for it.
+        shape: of the tensor; no axis of length 0.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        # The values are a hole of this file: it takes no space and no time, however large the tensor.
-        path = os.path.join(folder, "tensor.pt")
-        try:
-            with torch.serialization.skip_data():
-                torch.save(torch.empty(shape, dtype=TORCH_DTYPES[dtype]), path)
-        except RuntimeError as error:  # from C++, without an error number
-            raise WeightsError(
-                f"{tempfile.gettempdir()} cannot hold a file with a hole of {math.prod(shape)} {dtype} values ({error}); "
-                "set TMPDIR to a directory that can"
-            ) from error
-        with open(path, "rb") as file:
-            start, stop = _values(file)
-            file.seek(0)
-            prefix = file.read(start)
-            file.seek(stop)
-            return Container(prefix, file.read())
+    size = math.prod(shape) * DTYPE_BYTES[dtype]
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    storage = joined(
+        (
+            plain("storage"),
+            named("torch.storage", "UntypedStorage"),
+            *map(plain, ("0", "cpu", size)),
+        )
+    )
+    tensor = call(
+        named("torch._utils", "_rebuild_tensor_v3"),
+        storage + pickle.BINPERSID,
+        plain(0),
+        plain(shape),
+        plain(strides),
+        plain(False),
+        call(named("collections", "OrderedDict")),
+        named("torch", TORCH_NAMES[dtype]),
+    )
+    return around_values(document(tensor), size)
 
 
 def locate(name: str, view: IO[bytes], dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -95,7 +94,9 @@ def locate(name: str, view: IO[bytes], dtype: str, shape: tuple[int, ...]) -> tu
     Raises:
         WeightsError: the container is damaged, or holds anything but that tensor, contiguous, in a storage of its own.
     """
-    size = math.prod(shape) * TORCH_DTYPES[dtype].itemsize
+    import torch
+
+    size = math.prod(shape) * DTYPE_BYTES[dtype]
     try:
         start, stop = _values(view)
         view.seek(0)
@@ -105,8 +106,8 @@ def locate(name: str, view: IO[bytes], dtype: str, shape: tuple[int, ...]) -> tu
         raise WeightsError(
             f"{name}: its container is damaged or no saved tensor ({type(error).__name__}); convert or copy the checkpoint again"
         ) from error
-    plain = found.is_contiguous() and found.storage_offset() == 0 and stop - start == size
-    if found.dtype != TORCH_DTYPES[dtype] or tuple(found.shape) != shape or not plain:
+    contiguous = found.is_contiguous() and found.storage_offset() == 0 and stop - start == size
+    if found.dtype != torch_dtype(dtype) or tuple(found.shape) != shape or not contiguous:
         raise WeightsError(
             f"{name}: its container holds {found.dtype} {list(found.shape)}, .metadata says {dtype} {list(shape)}; "
             "convert or copy the checkpoint again"

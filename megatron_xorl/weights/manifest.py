@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 SELF = "manifest_sha256"
 
+_PIECE = 2**20  # bytes hashed at a time
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -123,8 +125,20 @@ def _name_fault(name: str) -> str | None:
     return None if plain and str(parts) == name != "." else "names no file inside the directory"
 
 
-def verify_files(directory: Path, files: dict[str, dict[str, Any]], *, hashes: bool = True) -> None:
+def verify_files(
+    directory: Path,
+    files: dict[str, dict[str, Any]],
+    *,
+    hashes: bool = True,
+    advance: Callable[[int], None] | None = None,
+) -> None:
     """Compare files on disk with a manifest's ``files``.
+
+    Args:
+        directory: that holds them.
+        files: size and SHA-256 by name.
+        hashes: compare the SHA-256; sizes are compared anyway.
+        advance: told the bytes that were hashed, as they are.
 
     Raises:
         CheckpointError: names every file that is missing, of another size, or of other content.
@@ -142,16 +156,21 @@ def verify_files(directory: Path, files: dict[str, dict[str, Any]], *, hashes: b
             faults.append(
                 f"{name} has no SHA-256 in the manifest, so its content cannot be checked"
             )
-        elif hashes and file_sha256(path) != expected["sha256"]:
+        elif hashes and file_sha256(path, advance) != expected["sha256"]:
             faults.append(f"{name} has other content than when it was saved (SHA-256 differs)")
     if faults:
         raise CheckpointError(f"{directory} is damaged: {'; '.join(faults)}; use another iteration")
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, 64 hexadecimal digits."""
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def file_sha256(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    """Return the SHA-256 of a file, 64 hexadecimal digits; ``advance`` is told the bytes that were read, as they are."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_PIECE))
+    with open(path, "rb", buffering=0) as stream:
+        while size := stream.readinto(buffer):
+            digest.update(buffer[:size])
+            if advance is not None:
+                advance(size)
+    return digest.hexdigest()
 
 
 def _document_sha256(document: dict[str, Any]) -> str:

@@ -12,11 +12,12 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megatron_xorl.errors import WeightsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["INDEX_NAME", "SINGLE_NAME", "plan_shards", "write_checkpoint"]
 
@@ -55,6 +56,8 @@ def write_checkpoint(
     """
     if not tensors:
         raise WeightsError("no tensors to write; a checkpoint needs at least one")
+    from safetensors.torch import save_file  # takes torch, which planning shards needs not
+
     out.mkdir(parents=True, exist_ok=True)
     if found := sorted(out.glob("*.safetensors*")):
         raise WeightsError(f"{out} already holds {found[0].name}; choose an empty directory")

@@ -80,7 +80,7 @@ def killed(source: Path, out: Path, verb: str, delay: float) -> int:
     return len(journal.read_text().splitlines()) - 1 if journal.exists() else -1
 
 
-@pytest.mark.parametrize("verb", ["import", "export"])
+@pytest.mark.parametrize("verb", ["import", pytest.param("export", marks=pytest.mark.slow)])
 def test_three_kills_at_random_moments_and_a_resume_give_the_same_hashes(
     verb: str, source: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -176,7 +176,8 @@ def test_a_full_disk_is_one_line_and_the_rest_is_kept(source, whole, tmp_path, m
     monkeypatch.undo()
     assert code == 2
     assert said.count("\n") == 1
-    assert "No space left on device" in said
+    assert ".distcp.partial: No space left on device (the file system at /" in said
+    assert "bytes free)" in said
     assert "is incomplete (3 of 13 files)" in said
     assert not list(out.glob("*.partial"))
     assert not (
@@ -396,3 +397,61 @@ def refuse_large(read):
         return read(path)
 
     return guarded
+
+
+def test_a_disk_that_is_full_at_the_manifest_is_the_same_line(
+    source, whole, tmp_path, monkeypatch
+) -> None:
+    from megatron_xorl.convert import stream
+
+    def full(out: Path, _: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out / "manifest.json.partial"))
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(stream, "write_manifest", full)
+        code, said = command(["import", str(source), str(out)])
+    assert (code, said.count("\n")) == (2, 1)
+    assert "manifest.json.partial: No space left on device (the file system at" in said
+    assert "is incomplete (13 of 13 files) and says so; once the cause is gone" in said
+    with pytest.raises(WeightsError, match="unfinished conversion"):
+        open_checkpoint(out)
+    assert import_checkpoint(source, out)["resumed"] == 13
+    assert hashes(out) == hashes(whole)
+
+
+def test_what_is_checked_on_resume_is_counted_as_it_is_read(source, stopped, monkeypatch) -> None:
+    from megatron_xorl.convert import stream
+
+    made = []
+
+    class Recorded(stream.Reporter):
+        def __init__(self, *arguments: object) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(stream, "Reporter", Recorded)
+    import_checkpoint(source, stopped)
+    import_checkpoint(source, stopped)
+    labels = [reporter.label.split(" in ")[0] for reporter in made]
+    assert labels == ["check what an earlier run finished", "import hf", "check out"]
+    assert [reporter.done for reporter in made] == [reporter.total for reporter in made]
+    assert 0 < made[0].total < made[1].total
+
+
+def test_values_that_cannot_be_quantised_promise_no_resume(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    hf = make_tiny(tmp_path / "hf", block=None)
+    name = "model.layers.1.self_attn.q_a_proj.weight"
+    index = json.loads((hf / "model.safetensors.index.json").read_text())
+    path = hf / index["weight_map"][name]
+    tensors = load_file(path)
+    tensors[name][3, 4] = torch.inf
+    save_file(tensors, path, {"format": "pt"})
+    code, said = command(["import", str(hf), str(tmp_path / "out"), "--quantize"])
+    assert (code, said.count("\n")) == (2, 1)
+    assert name in said
+    assert f"the same source stops it again: remove {tmp_path / 'out'}" in said
+    assert "continues it" not in said

@@ -5,107 +5,27 @@ Every case starts from a checkpoint that converts; that is the control.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import itertools
+import io
 import json
 import os
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron_xorl.cli import main
 from megatron_xorl.errors import WeightsError
-from megatron_xorl.weights.dcp_metadata import check_pickle, metadata_bytes, read_items
-from megatron_xorl.weights.manifest import read_manifest, write_manifest
+from megatron_xorl.weights.archive import plain_archive
+from megatron_xorl.weights.dcp_metadata import metadata_bytes
 from megatron_xorl.weights.opening import open_checkpoint
 from megatron_xorl.weights.writer import INDEX_NAME
+from tests.convert.broken import FIRST, SECOND, Case, convert, flip, refused
 
 WEIGHT = "model.layers.1.self_attn.q_a_proj.weight"
 SCALE = f"{WEIGHT}_scale_inv"
-FIRST, SECOND = (f"model-0000{n}-of-00004.safetensors" for n in (1, 2))
-
-
-@dataclass
-class Case:
-    """A checkpoint that can be broken, and what is converted: arguments that the command gets."""
-
-    source: Path
-    out: Path
-    verb: str
-    flags: tuple[str, ...] = ()
-
-    @property
-    def index(self) -> dict[str, Any]:
-        return json.loads((self.source / INDEX_NAME).read_text())
-
-    def map(self, **names: str | None) -> None:
-        """Change entries of the index; None takes one out."""
-        index = self.index
-        for name, file in names.items():
-            index["weight_map"].pop(name, None)
-            if file is not None:
-                index["weight_map"][name] = file
-        (self.source / INDEX_NAME).write_text(json.dumps(index))
-
-    def shard(self, name: str) -> Path:
-        return self.source / self.index["weight_map"][name]
-
-    def tensor(self, name: str, value: torch.Tensor | None, file: str | None = None) -> None:
-        """Write a tensor into its shard, or ``file``; None takes it out, of the index too."""
-        path = self.source / file if file else self.shard(name)
-        tensors = load_file(path)
-        tensors.pop(name, None)
-        if value is None:
-            self.map(**{name: None})
-        else:
-            tensors[name] = value
-        save_file(tensors, path, metadata={"format": "pt"})
-
-    def header(self, change: Callable[[dict[str, Any]], Any]) -> None:
-        """Change the JSON header of the first shard."""
-        raw = (self.source / FIRST).read_bytes()
-        length = int.from_bytes(raw[:8], "little")
-        header = json.loads(raw[8 : 8 + length])
-        change(header)
-        text = json.dumps(header).encode()
-        data = raw[8 + length :]
-        (self.source / FIRST).write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-    def config(self, change: Callable[[dict[str, Any]], Any]) -> None:
-        raw = json.loads((self.source / "config.json").read_text())
-        change(raw)
-        (self.source / "config.json").write_text(json.dumps(raw))
-
-    def metadata(self, content: bytes) -> None:
-        """Replace ``.metadata`` and say so in the manifest."""
-        self.replace(".metadata", content)
-
-    def replace(self, name: str, content: bytes) -> None:
-        (self.source / name).write_bytes(content)
-        document = read_manifest(self.source)
-        digest = hashlib.sha256(content).hexdigest()
-        document["files"][name] = {"size": len(content), "sha256": digest}
-        write_manifest(self.source, document)
-
-    def items(self) -> list:
-        return read_items(self.source / ".metadata")
-
-
-def flip(path: Path, at: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def swap_out(case: Case, out: Path) -> None:
@@ -122,6 +42,13 @@ class Payload:
 
     def __reduce__(self):
         return os.system, ("true",)
+
+
+def saved(value: object) -> bytes:
+    """What torch.save writes."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
 
 
 IMPORTS: dict[str, tuple[Callable[[Case], Any], tuple[str, ...]]] = {
@@ -272,6 +199,18 @@ EXPORTS: dict[str, tuple[Callable[[Case], Any], tuple[str, ...]]] = {
         lambda c: c.metadata(pickle.dumps(Payload())),
         (".metadata", "posix.system", "do not trust"),
     ),
+    "code in common.pt": (
+        lambda c: c.replace("common.pt", saved(Payload())),
+        ("common.pt", "posix.system", "do not trust"),
+    ),
+    "tensors in common.pt": (
+        lambda c: c.replace("common.pt", saved(torch.zeros(2))),
+        ("common.pt: it names torch._utils",),
+    ),
+    "a damaged common.pt": (
+        lambda c: c.replace("common.pt", plain_archive({})[:100]),
+        ("common.pt is damaged",),
+    ),
     "damaged .metadata": (lambda c: c.metadata(b"\x80\x04abc"), (".metadata is damaged",)),
     "file outside in .metadata": (
         lambda c: c.metadata(
@@ -308,35 +247,6 @@ EXPORTS: dict[str, tuple[Callable[[Case], Any], tuple[str, ...]]] = {
         ("is a Megatron checkpoint already",),
     ),
 }
-
-
-def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    return {
-        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.stat().st_size)
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
-def convert(case: Case, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as left:
-        main([case.verb, str(case.source), str(case.out), *case.flags])
-    captured = capsys.readouterr()
-    return int(left.value.code or 0), captured.out, captured.err
-
-
-def refused(case: Case, expected: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    before = listing(case.source)
-    present = listing(case.out)
-    code, out, err = convert(case, capsys)
-    assert (code, out) == (2, ""), err
-    assert err.startswith("megatron-xorl: ")
-    # One line; several faults at once are listed under it, a line each.
-    assert err.count("\n") == 1 or " problems:\n  " in err, err
-    for text in expected:
-        assert text in err
-    assert listing(case.source) == before
-    assert listing(case.out) == present  # nothing was begun
 
 
 @pytest.mark.parametrize("name", IMPORTS)
@@ -410,155 +320,6 @@ def test_a_wrong_total_in_the_index_is_said_and_corrected(
     found = json.loads((tmp_path / "back" / INDEX_NAME).read_text())
     assert found["metadata"]["total_size"] == true
     assert found["weight_map"] == index["weight_map"]
-
-
-def swap_two_experts(source: Path) -> None:
-    """Exchange the places of two tensors of one shape in ``.metadata``: nothing but a hash tells."""
-    metadata = check_pickle(source / ".metadata")
-    banked = [item for item in read_items(source / ".metadata") if len(item.size) == 3]
-    first, second = next(
-        (a, b)
-        for a, b in itertools.pairwise(banked)
-        if (a.key, a.file, a.length) == (b.key, b.file, b.length)
-    )
-    places = metadata.storage_data
-    for item, other in ((first, second), (second, first)):
-        index = MetadataIndex(item.key, item.offset)
-        places[index] = dataclasses.replace(places[index], offset=other.start)
-    content = pickle.dumps(metadata)
-    assert len(content) == (source / ".metadata").stat().st_size
-    (source / ".metadata").write_bytes(content)
-
-
-SMALL: dict[str, Callable[[Path], None]] = {
-    ".metadata": swap_two_experts,
-    "hf/shards.json": lambda source: flip(source / "hf/shards.json", 12),
-    f"hf/{INDEX_NAME}": lambda source: flip(source / f"hf/{INDEX_NAME}", 40),
-    "config.json": lambda source: flip(source / "config.json", 5),
-    "tokenizer.json": lambda source: flip(source / "tokenizer.json", 5),
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_a_small_file_of_the_same_size_and_other_content_is_refused_before_anything_is_written(
-    name: str, fp8_megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(fp8_megatron, source)
-    SMALL[name](source)
-    refused(Case(source, tmp_path / "out", "export"), (f"{name} has other content",), capsys)
-    with pytest.raises(WeightsError, match=f"{name} has other content"):
-        open_checkpoint(source)
-
-
-def test_without_hashes_two_exchanged_experts_pass(fp8_megatron: Path, tmp_path: Path) -> None:
-    """Control: sizes do not show them, and the table of tensors neither."""
-    from megatron_xorl.convert.exporter import export_checkpoint
-    from megatron_xorl.convert.verify import verify
-
-    shutil.copytree(fp8_megatron, tmp_path / "source")
-    swap_two_experts(tmp_path / "source")
-    export_checkpoint(tmp_path / "source", tmp_path / "out", hashed=False)
-    assert verify(fp8_megatron, tmp_path / "out", hashed=False)["metrics"]["different"] == 2
-
-
-def without_hash(document: dict[str, Any]) -> None:
-    del document["files"]["__0_1.distcp"]["sha256"]
-
-
-MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
-    "a file without hash": (without_hash, ("'__0_1.distcp': sha256 is missing",)),
-    "no hash at all where they were asked for": (
-        lambda d: [file.pop("sha256") for file in d["files"].values()],
-        ("sha256 is missing",),
-    ),
-    "an entry that is a number": (
-        lambda d: d["files"].update({"config.json": 7}),
-        ("'config.json': found int",),
-    ),
-    "a size that is text": (
-        lambda d: d["files"]["config.json"].update(size="7"),
-        ("'config.json': size is '7'",),
-    ),
-    "a hash that is a list": (
-        lambda d: d["files"]["config.json"].update(sha256=[]),
-        ("'config.json': sha256 is not 64",),
-    ),
-    "a file outside": (
-        lambda d: d["files"].update({"../x": {"size": 0}}),
-        ("'../x': names no file inside",),
-    ),
-    "an absolute file": (
-        lambda d: d["files"].update({"/etc/passwd": {"size": 0}}),
-        ("names no file inside",),
-    ),
-    "a conversion that is a list": (
-        lambda d: (d.update(conversion=[]), without_hash(d)),
-        ("sha256 is missing",),
-    ),
-    "no weights": (
-        lambda d: d["files"].pop("__0_2.distcp"),
-        ("files leaves out __0_2.distcp",),
-    ),
-    "no .metadata": (lambda d: d["files"].pop(".metadata"), ("files leaves out .metadata",)),
-    "no layout": (lambda d: d["files"].pop("hf/shards.json"), ("leaves out hf/shards.json",)),
-    "no files": (lambda d: d["files"].clear(), ("files leaves out .metadata",)),
-}
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_a_manifest_that_says_too_little_or_nonsense_is_refused(
-    name: str, fp8_megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "source"
-    shutil.copytree(fp8_megatron, source)
-    document = read_manifest(source)
-    break_it, expected = MANIFESTS[name]
-    break_it(document)
-    write_manifest(source, document)
-    refused(Case(source, tmp_path / "out", "export"), ("manifest.json", *expected), capsys)
-    with pytest.raises(WeightsError, match=r"manifest\.json"):
-        open_checkpoint(source)
-
-
-def first_shard(**changes: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda d: d["shards"][0].update(changes)
-
-
-LAYOUTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "another version": (lambda d: d.update(format_version=2), "format_version is 2"),
-    "no version": (lambda d: d.pop("format_version"), "has no format_version"),
-    "shards that are text": (lambda d: d.update(shards="x"), "shards is str"),
-    "a shard that is null": (lambda d: d["shards"].insert(0, None), "shards[0] is NoneType"),
-    "a file that is a number": (first_shard(file=3), "shards[0].file is 3"),
-    "a file that is a config": (first_shard(file="config.json"), "shards[0].file is 'config.json'"),
-    "a file twice": (lambda d: d["shards"][1].update(file=FIRST), f"{FIRST} appears twice"),
-    "names that are text": (first_shard(names="abc"), "shards[0].names"),
-    "names that are numbers": (first_shard(names=[1]), "shards[0].names"),
-    "a name twice": (lambda d: d["shards"][0]["names"].append("lm_head.weight"), "appears twice"),
-    "metadata of numbers": (first_shard(metadata={"a": 1}), "shards[0].metadata"),
-    "a header that is a list": (first_shard(header=[]), "shards[0].header is list"),
-    "a header of nothing": (first_shard(header="{}"), f"header of {FIRST} does not describe"),
-    "a header that is no JSON": (first_shard(header="{"), "shards.json"),
-    "copied that is an object": (lambda d: d.update(copied={}), "copied is no list"),
-    "copied outside": (lambda d: d["copied"].append("../x"), "outside the output"),
-    "copied that is missing": (lambda d: d["copied"].append("nothing.txt"), "nothing.txt"),
-    "copied that is ours": (lambda d: d["copied"].append("manifest.json"), "manifest.json"),
-    "index metadata of text": (lambda d: d.update(index_metadata="x"), "index_metadata is neither"),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_shard_layout_that_does_not_fit_is_refused_by_its_field(
-    name: str, fp8_megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(fp8_megatron, tmp_path / "source")
-    case = Case(tmp_path / "source", tmp_path / "out", "export")
-    document = json.loads((case.source / "hf/shards.json").read_bytes())
-    break_it, expected = LAYOUTS[name]
-    break_it(document)
-    case.replace("hf/shards.json", json.dumps(document).encode())
-    refused(case, ("hf/shards.json", expected), capsys)
 
 
 @pytest.mark.parametrize("name", ["hf", "hf/x", "a.partial", "PYTORCH.BIN", "old/model.Pth"])

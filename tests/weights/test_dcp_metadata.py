@@ -1,4 +1,4 @@
-"""``.metadata`` and tensor containers: what torch and Megatron write is read, what would run code is refused."""
+"""``.metadata`` and tensor containers: torch reads what is written without it, and what would run code is refused."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import metadata as torchs
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_xorl.errors import WeightsError
-from megatron_xorl.weights.container import DTYPE_NAMES, container, locate
-from megatron_xorl.weights.dcp_metadata import Item, check_pickle, metadata_bytes, read_items
+from megatron_xorl.weights.archive import plain_archive, read_plain
+from megatron_xorl.weights.container import TORCH_NAMES, container, locate, torch_dtype
+from megatron_xorl.weights.dcp_metadata import Item, metadata_bytes, read_items
 
 
 def test_what_torch_writes_is_read_and_its_values_are_found(tmp_path: Path) -> None:
@@ -32,15 +35,60 @@ def test_what_torch_writes_is_read_and_its_values_are_found(tmp_path: Path) -> N
         assert raw[start:stop] == bytes(state[key].view(torch.uint8).numpy().tobytes())
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(3,), (1, 40, 33), (300, 512)])
-def test_a_container_around_values_is_what_torch_loads(dtype, shape, tmp_path: Path) -> None:
-    value = torch.randn(shape).to(dtype)
-    around = container(DTYPE_NAMES[dtype], shape)
-    raw = around.prefix + value.view(torch.uint8).numpy().tobytes() + around.suffix
-    loaded = torch.load(io.BytesIO(raw), weights_only=True)
-    assert (loaded.dtype, tuple(loaded.shape)) == (dtype, shape)
-    assert torch.equal(loaded.view(torch.uint8), value.view(torch.uint8))
+@pytest.mark.parametrize("dtype", TORCH_NAMES)
+@pytest.mark.parametrize("shape", [(), (3,), (1, 40, 33), (300, 512)])
+def test_a_container_around_values_is_what_torch_loads(dtype, shape) -> None:
+    values = torch.randint(0, 2, shape) if dtype == "BOOL" else torch.randn(shape) * 40
+    value = values.to(torch_dtype(dtype))
+    around = container(dtype, shape)
+    raw = around.prefix + value.reshape(-1).view(torch.uint8).numpy().tobytes() + around.suffix
+    assert len(around.prefix) % 64 == 0
+    for way in ({"weights_only": True}, {"weights_only": False}):
+        loaded = torch.load(io.BytesIO(raw), **way)
+        assert (loaded.dtype, loaded.shape, loaded.stride()) == (
+            value.dtype,
+            value.shape,
+            value.stride(),
+        )
+        assert torch.equal(
+            loaded.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
+        )
+    if shape:
+        start = len(around.prefix)
+        assert locate("w", io.BytesIO(raw), dtype, shape) == (start, start + value.nbytes)
+
+
+def test_a_container_of_more_than_4_gib_is_what_torch_maps(tmp_path: Path) -> None:
+    """Sizes behind 32 bits; the file is a hole but for its two ends."""
+    around, count = container("F32", (2**30 + 5, 2)), 2**31 + 10
+    with open(tmp_path / "large", "wb") as file:
+        file.write(around.prefix)
+        file.seek(4 * (count - 1), os.SEEK_CUR)
+        file.write(torch.tensor([1.5]).numpy().tobytes() + around.suffix)
+    loaded = torch.load(tmp_path / "large", mmap=True, weights_only=True)
+    assert loaded.shape == (2**30 + 5, 2)
+    assert loaded[-1].tolist() == [0.0, 1.5]
+    with open(tmp_path / "large", "rb") as file:
+        assert locate("w", file, "F32", (2**30 + 5, 2))[1] == len(around.prefix) + 4 * count
+
+
+def test_plain_values_are_what_torch_loads_and_code_is_refused(tmp_path: Path) -> None:
+    value = {"iteration": 0, "checkpoint_version": 3.0, "names": ["a", None, True]}
+    assert torch.load(io.BytesIO(plain_archive(value)), weights_only=True) == value
+    torch.save(value, tmp_path / "common.pt")
+    assert read_plain(tmp_path / "common.pt") == value
+    for wrong, said in (
+        (Payload(f"touch {tmp_path}/trace"), r"names posix\.system"),
+        (torch.zeros(2), "it names torch"),
+        ({"path": Path("/")}, "it names pathlib"),
+    ):
+        torch.save(wrong, tmp_path / "common.pt")
+        with pytest.raises(WeightsError, match=said):
+            read_plain(tmp_path / "common.pt")
+    assert not (tmp_path / "trace").exists()
+    (tmp_path / "common.pt").write_bytes(b"PK")
+    with pytest.raises(WeightsError, match="is damaged or not what torch"):
+        read_plain(tmp_path / "common.pt")
 
 
 def test_a_container_of_another_tensor_is_refused() -> None:
@@ -63,11 +111,25 @@ def test_torch_reads_the_metadata_written_here(tmp_path: Path) -> None:
         Item("bank", "F8_E4M3", (2, 4, 4), (i, 0, 0), (1, 4, 4), "__0_0.distcp", 64 * i, 60)
         for i in range(2)
     ]
+    items.append(Item("norm", "BF16", (70_000,), (0,), (70_000,), "__0_1.distcp", 0, 10**11))
     (tmp_path / ".metadata").write_bytes(metadata_bytes(items))
     assert read_items(tmp_path / ".metadata") == items
-    found = FileSystemReader(tmp_path).read_metadata()
-    assert found.state_dict_metadata["bank"].size == torch.Size([2, 4, 4])
-    assert len(found.state_dict_metadata["bank"].chunks) == 2
+    assert pickle.loads(metadata_bytes(items)) == by_torch(items)
+    assert FileSystemReader(tmp_path).read_metadata().storage_data == by_torch(items).storage_data
+
+
+def by_torch(items: list[Item]) -> torchs.Metadata:
+    """The same metadata of torch's own classes."""
+    tensors, places = {}, {}
+    for item in items:
+        properties = torchs.TensorProperties(dtype=torch_dtype(item.dtype))
+        whole = torchs.TensorStorageMetadata(properties, torch.Size(item.shape), [])
+        size, offset = torch.Size(item.size), torch.Size(item.offset)
+        chunks = tensors.setdefault(item.key, whole).chunks
+        chunks.append(torchs.ChunkStorageMetadata(offset, size))
+        place = _StorageInfo(item.file, item.start, item.length)
+        places[torchs.MetadataIndex(item.key, offset)] = place
+    return torchs.Metadata(tensors, None, places, torchs.StorageMeta(), version="1.0.0")
 
 
 class Payload:
@@ -85,11 +147,17 @@ def test_a_planted_payload_is_refused_before_it_runs(tmp_path: Path) -> None:
     path = tmp_path / ".metadata"
     path.write_bytes(pickle.dumps(Payload(f"touch {trace}")))
     with pytest.raises(WeightsError, match=r"names posix\.system"):
-        check_pickle(path)
+        read_items(path)
     assert not trace.exists()
     with pytest.raises(AttributeError):
         FileSystemReader(tmp_path).read_metadata()  # the control: torch itself does run it
     assert trace.exists()
+
+
+def test_what_torch_pickles_itself_is_read(tmp_path: Path) -> None:
+    items = [Item("w", "F32", (4,), (0,), (4,), "x", 7, 9)]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(by_torch(items)))
+    assert read_items(tmp_path / ".metadata") == items
 
 
 @pytest.mark.parametrize(
