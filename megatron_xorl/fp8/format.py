@@ -24,11 +24,15 @@ from torch import Tensor
 from megatron_xorl.errors import FormatError
 
 __all__ = [
+    "ACTIVATION_AMAX_FLOOR",
+    "ACTIVATION_GROUP",
     "AMAX_FLOOR",
     "E4M3_MAX",
     "block_grid",
     "check_pair",
+    "dequantize_activations",
     "dequantize_blocks",
+    "quantize_activations",
     "quantize_blocks",
 ]
 
@@ -39,6 +43,12 @@ E4M3_MAX = 448.0
 
 AMAX_FLOOR = 1e-12
 """Smallest block maximum a scale is made from: an all-zero block gets zeros and a finite scale, not 0/0."""
+
+ACTIVATION_GROUP = 128
+"""Consecutive values of a row that share a scale when activations are quantised."""
+
+ACTIVATION_AMAX_FLOOR = 1e-10
+"""Smallest group maximum an activation's scale is made from, as SGLang's per-token-group quantisation has it."""
 
 _CODE_DTYPES = (torch.uint8, torch.float8_e4m3fn)
 
@@ -103,6 +113,29 @@ def dequantize_blocks(
     """
     _check_shapes("weight", codes, scales, block)
     return (_as_e4m3(codes).float() * _expand(scales, codes.shape, block)).to(dtype)
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise each 1 x 128 group of a row: ``scale = max(amax, floor) / 448``, ``code = x / scale`` to nearest even.
+
+    Args:
+        x: floating-point ``[M, K]``, read as fp32; the last group of a row may be shorter than 128.
+
+    Returns:
+        ``uint8 [M, K]`` codes and ``float32 [M, ceil(K/128)]`` scales; a group of zeros has zeros and a finite scale.
+    """
+    block = (1, ACTIVATION_GROUP)
+    wide = x.detach().float()
+    amax = _block_amax(wide, block_grid(tuple(x.shape), block), block)
+    scales = amax.clamp(min=ACTIVATION_AMAX_FLOOR) / E4M3_MAX
+    codes = (wide / _expand(scales, x.shape, block)).clamp(-E4M3_MAX, E4M3_MAX)
+    return codes.to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+def dequantize_activations(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``code * scale`` of :func:`quantize_activations`, the product taken in ``dtype`` (fp32 or fp64)."""
+    block = (1, ACTIVATION_GROUP)
+    return _as_e4m3(codes).to(dtype) * _expand(scales, codes.shape, block).to(dtype)
 
 
 def check_pair(name: str, codes: Tensor, scales: Tensor, block: Block) -> None:
