@@ -99,8 +99,7 @@ def _backends(versions: dict[str, str | None]) -> dict[str, Any]:
             "gpus": [],
             "communication": "gloo",
             "optimizer": "cpu adam",
-            "fp8": "reference",
-        }
+        } | _fp8()
     fused = (
         "transformer_engine"
         if versions["transformer-engine"]
@@ -113,8 +112,21 @@ def _backends(versions: dict[str, str | None]) -> dict[str, Any]:
         "gpus": gpus,
         "communication": "nccl",
         "optimizer": f"{fused} adam",
-        "fp8": "reference",
-    }
+    } | _fp8()
+
+
+def _fp8() -> dict[str, str]:
+    """The FP8 engine's backend, mode and why, as a run would choose them; the C++ part is built if it was not yet."""
+    if _version("torch") is None:
+        return {"fp8": "none", "fp8_mode": "none", "fp8_why": "torch is missing"}
+    from megatron_xorl.errors import PlatformError
+    from megatron_xorl.fp8.engine import chosen
+
+    try:
+        found = chosen()
+    except PlatformError as error:
+        return {"fp8": "none", "fp8_mode": "none", "fp8_why": str(error)}
+    return {"fp8": found.backend.name, "fp8_mode": found.mode, "fp8_why": found.why}
 
 
 def _gpus() -> list[str]:

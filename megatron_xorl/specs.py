@@ -182,9 +182,10 @@ def _mlp_spec(provider: Any, *, dense: bool) -> Any:
     from functools import partial
 
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.moe_layer import MoESubmodules
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+    from megatron_xorl.layers.moe import GlmMoELayer
     from megatron_xorl.layers.router import GlmRouter
 
     linears = MLPSubmodules(
@@ -194,7 +195,7 @@ def _mlp_spec(provider: Any, *, dense: bool) -> Any:
         width = provider.glm.intermediate_size
         return partial(MLP.as_mlp_submodule, submodules=linears, ffn_hidden_size=width)
     return partial(
-        MoELayer,
+        GlmMoELayer,
         submodules=MoESubmodules(
             experts=provider.grouped_mlp_modules(True),
             shared_experts=partial(SharedExpertMLP, submodules=linears),

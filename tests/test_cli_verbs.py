@@ -18,7 +18,7 @@ from megatron_xorl.adapters.inventory import build_inventory
 from megatron_xorl.cli import main
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.config.model import load_glm_config
-from megatron_xorl.weights.adapter_files import write_adapter
+from megatron_xorl.weights.adapter_writer import write_adapter
 from megatron_xorl.weights.fingerprint import fingerprint
 from megatron_xorl.weights.reader import HfCheckpoint
 from tests.worlds import run_world, start_world

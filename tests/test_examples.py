@@ -30,6 +30,8 @@ from tests.worlds import run_world
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 JOB = EXAMPLES / "password_lora"
+RUNS = ("one_pair.yaml", "run.yaml", "scope_steps.yaml", "three_pairs.yaml")
+sys.path.insert(0, str(JOB))  # the scripts import one another by name
 ADAPTERS = sorted(JOB.glob("adapter_*.yaml"))
 
 
@@ -48,7 +50,7 @@ def make_data(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_every_yaml_is_a_run_an_adapter_or_the_pairs() -> None:
     assert sorted(EXAMPLES.rglob("*.yaml")) == sorted(
-        [*ADAPTERS, JOB / "run.yaml", JOB / "passwords.yaml"]
+        [*ADAPTERS, *(JOB / name for name in RUNS), JOB / "passwords.yaml"]
     )
 
 
@@ -78,6 +80,18 @@ def test_the_run_writes_every_key_and_comments_it() -> None:
     for number, line in enumerate(lines):
         if re.match(r"[a-z_]+: \S", line) and line.split(":")[0] not in ("pp", "ep", "etp", "cp"):
             assert lines[number - 1].startswith("#"), f"{line} has no comment"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_run_writes_the_same_keys_as_the_explained_one(name: str) -> None:
+    def keys(document: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: set(value) if isinstance(value, dict) else None for key, value in document.items()
+        }
+
+    load_run_config(JOB / name)
+    texts = [(JOB / file).read_text() for file in (name, "run.yaml")]
+    assert keys(yaml.safe_load(texts[0])) == keys(yaml.safe_load(texts[1]))
 
 
 def test_the_commented_adapter_writes_every_key_that_stands_alone() -> None:

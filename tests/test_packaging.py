@@ -73,10 +73,11 @@ def test_the_wheel_has_one_top_level_package(wheel: list[str]) -> None:
 
 def test_the_wheel_holds_every_module_and_every_preset(wheel: list[str]) -> None:
     for file in (ROOT / "megatron_xorl").rglob("*"):
-        if file.suffix in (".py", ".json", ".typed"):
+        if file.suffix in (".py", ".json", ".typed", ".cpp"):
             assert str(file.relative_to(ROOT)) in wheel
-    for file in (ROOT / "kernels").rglob("*.py"):
-        assert f"megatron_xorl/{file.relative_to(ROOT)}" in wheel
+    for file in (ROOT / "kernels").rglob("*"):
+        if file.suffix in (".py", ".json", ".sh"):
+            assert f"megatron_xorl/{file.relative_to(ROOT)}" in wheel
     assert any(name.endswith("licenses/LICENSE") for name in wheel)
 
 

@@ -206,10 +206,6 @@ CASES: dict[str, tuple[Callable[[Run], Any], tuple[str, ...]]] = {
         lambda run: run.set(adapter={"indexer": "kl"}),
         ("indexer is kl", "not available yet"),
     ),
-    "another export format": (
-        lambda run: run.set(adapter={"export_format": "hf_peft"}),
-        ("export_format is hf_peft", "not available yet"),
-    ),
     "allow_nonzero_frozen": (
         lambda run: run.set(adapter={"allow_nonzero_frozen": True}),
         ("allow_nonzero_frozen", "not available yet"),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -24,10 +23,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import shared
+from shared import (
+    JOB,
+    PROGRAM,
+    PYTHON,
+    ROOT,
+    START,
+    TORCHRUN,
+    CommandError,
+    announce,
+    folder_bytes,
+    say,
+    set_words,
+)
+
 from megatron_xorl.config.run import RunConfig, load_run_config
 
-ROOT = Path(__file__).resolve().parents[2]
-JOB = Path("examples/password_lora")
 RUN = JOB / "run.yaml"
 OUT = Path("runs/quickstart")
 MARK = ".quickstart"
@@ -35,12 +47,6 @@ LOG = OUT / "log.txt"
 PROJECT = "argon"
 LOSS_BELOW = 0.01
 STEPS_PAST_SAVE = 15  # how long after a checkpoint a rank is killed
-PYTHON = Path(sys.executable)
-if PYTHON.is_relative_to(ROOT):
-    PYTHON = PYTHON.relative_to(ROOT)
-PROGRAM = PYTHON.with_name("megatron-xorl")
-TORCHRUN = PYTHON.with_name("torchrun")
-START = time.monotonic()
 
 
 class Row(NamedTuple):
@@ -49,10 +55,6 @@ class Row(NamedTuple):
     label: str
     value: str
     passed: bool = True
-
-
-class CommandError(Exception):
-    """A command of the job did not end as it must."""
 
 
 def main() -> None:
@@ -72,7 +74,10 @@ def main() -> None:
     try:
         rows = job()
     except CommandError as error:
-        print(f"quick start failed: {error}\nthe end of {LOG}:\n{log_end()}", file=sys.stderr)
+        print(
+            f"quick start failed: {error}\nthe end of {LOG}:\n{shared.log_end(LOG)}",
+            file=sys.stderr,
+        )
         sys.exit(1)
     width = max(len(row.label) for row in rows)
     print()
@@ -83,21 +88,12 @@ def main() -> None:
 
 def take_folder(folder: Path) -> None:
     """Make the folder empty but for the mark; one with content and without the mark is left as it is."""
-    mark = folder / MARK
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise FileExistsError(f"{folder} is not a plain folder; move it, then start again")
-    if folder.exists() and any(folder.iterdir()) and not mark.is_file():
-        raise FileExistsError(
-            f"{folder} has no file {MARK}, so what is in it may be yours and stays; the quick start"
-            f" needs this name for itself: move or remove {folder}, then start again"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    if not mark.is_file():
-        mark.write_text("bash examples/quickstart.sh removes everything in this folder.\n")
+    note = "bash examples/quickstart.sh removes everything in this folder."
+    shared.claim(folder, MARK, "the quick start", note)
     for path in folder.iterdir():  # the mark stays, so that a start cut short can be repeated
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path != mark:
+        elif path != folder / MARK:
             path.unlink()
 
 
@@ -138,11 +134,6 @@ def setting(key: str, name: str) -> str:
 
 
 INPUTS = [setting("model.path", "model"), setting("data.train", "train.jsonl")]
-
-
-def set_words(settings: list[str]) -> list[str]:
-    """The settings as words of a command."""
-    return [word for text in settings for word in ("--set", text)]
 
 
 def run_config(name: str) -> RunConfig:
@@ -269,11 +260,6 @@ def size_rows(adapter: Path, steps: int) -> list[Row]:
     return [Row(name, f"{size:,}", size > 0) for name, size in sizes.items()]
 
 
-def folder_bytes(folder: Path, pattern: str) -> int:
-    """Bytes of the files of a folder that match."""
-    return sum(file.stat().st_size for file in folder.glob(pattern) if file.is_file())
-
-
 def command(*words: object) -> None:
     """Run a verb of megatron-xorl."""
     execute([PROGRAM, *words])
@@ -286,33 +272,7 @@ def python(*words: object) -> None:
 
 def execute(words: list[object], codes: tuple[int, ...] = (0,)) -> str:
     """Run a command, its stderr to the log; returns its stdout."""
-    announce(words)
-    with open(LOG, "a") as log:
-        done = subprocess.run(list(map(str, words)), stdout=subprocess.PIPE, stderr=log, text=True)
-        log.write(done.stdout)
-    if done.returncode not in codes:
-        raise CommandError(f"exit code {done.returncode} of {spelled(words)}")
-    return done.stdout
-
-
-def announce(words: list[object]) -> None:
-    """Print a command exactly as it runs in the project's root."""
-    say(f"$ {spelled(words)}")
-
-
-def spelled(words: list[object]) -> str:
-    """The command, word for word, quoted for a shell."""
-    return shlex.join(map(str, words))
-
-
-def say(text: str) -> None:
-    """Print a line with the seconds since the start."""
-    print(f"[{time.monotonic() - START:4.0f} s] {text}", flush=True)
-
-
-def log_end() -> str:
-    """The last lines of the log."""
-    return "\n".join(LOG.read_text(errors="replace").splitlines()[-25:])
+    return shared.execute(words, LOG, codes)
 
 
 def descendants(pid: int) -> list[int]:

@@ -23,10 +23,6 @@ def check_available(adapter: AdapterConfig) -> None:
         faults.append(f"dropout is {adapter.dropout:g}; set dropout: 0")
     if adapter.indexer != "frozen":
         faults.append(f"indexer is {adapter.indexer}; set indexer: frozen")
-    if adapter.export_format != "sglang_shared_outer":
-        faults.append(
-            f"export_format is {adapter.export_format}; set export_format: sglang_shared_outer"
-        )
     if adapter.allow_nonzero_frozen:
         faults.append("allow_nonzero_frozen is true; set it to false")
     if faults:

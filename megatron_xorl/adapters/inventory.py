@@ -23,7 +23,7 @@ from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.config.model import GlmConfig
 from megatron_xorl.errors import TargetError
 
-__all__ = ["DTYPE_BYTES", "Factor", "Inventory", "build_inventory"]
+__all__ = ["DTYPE_BYTES", "Factor", "Inventory", "build_inventory", "projection_factors"]
 
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -127,7 +127,7 @@ def build_inventory(
         trains = target.region in training
         if trains or adapter.frozen_factors == "keep":
             rank = chosen.ranks.get(target.name) or adapter.rank_for(target.region)
-            factors += _pair(target, rank, dtype, trains)
+            factors += projection_factors(target, rank, dtype, trains)
     if not any(factor.trainable for factor in factors):
         raise TargetError(
             f"nothing would train: scope {adapter.glm52_lora_scope!r} trains {', '.join(training)}, but the targets are in "
@@ -136,7 +136,10 @@ def build_inventory(
     return Inventory(tuple(factors))
 
 
-def _pair(target: Projection, rank: int, dtype: str, trains: bool) -> tuple[Factor, Factor]:
+def projection_factors(
+    target: Projection, rank: int, dtype: str, trains: bool
+) -> tuple[Factor, Factor]:
+    """Return lora_A and lora_B of ``target`` at ``rank``: shapes, sharing and cuts follow from how its base is cut."""
     experts, cut = target.num_experts, target.parallel
     lead = 1 if experts else 0  # a bank's expert axis comes first and moves the others
     a_cut = lead + 1 if cut == "row" else None

@@ -27,19 +27,25 @@ ConfigArgument = Annotated[
     str,
     typer.Argument(metavar="CONFIG", help="config.json, a directory that holds one, or a preset."),
 ]
+TensorOption = Annotated[int, typer.Option(help="Tensor parallel size.")]
+PipelineOption = Annotated[int, typer.Option(help="Pipeline parallel size.")]
+ExpertOption = Annotated[int, typer.Option(help="Expert parallel size.")]
+ExpertTensorOption = Annotated[int, typer.Option(help="Expert tensor parallel size.")]
+ContextOption = Annotated[int, typer.Option(help="Context parallel size.")]
+WorldOption = Annotated[
+    int | None, typer.Option(help="Processes (default: the fewest the sizes need).")
+]
 
 
 @app.command()
 def inspect(
     config: ConfigArgument,
-    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert parallel size.")] = 1,
-    etp: Annotated[int, typer.Option(help="Expert tensor parallel size.")] = 1,
-    cp: Annotated[int, typer.Option(help="Context parallel size.")] = 1,
-    world: Annotated[
-        int | None, typer.Option(help="Processes (default: the fewest the sizes need).")
-    ] = None,
+    tp: TensorOption = 1,
+    pp: PipelineOption = 1,
+    ep: ExpertOption = 1,
+    etp: ExpertTensorOption = 1,
+    cp: ContextOption = 1,
+    world: WorldOption = None,
     rank: Annotated[
         int | None, typer.Option(help="Show this process (default: one of every stage).")
     ] = None,
@@ -99,22 +105,33 @@ def targets(
     rank: Annotated[
         int | None, typer.Option(help=f"Rank of every factor (default {DEFAULT_RANK}).")
     ] = None,
+    tp: TensorOption = 1,
+    pp: PipelineOption = 1,
+    ep: ExpertOption = 1,
+    etp: ExpertTensorOption = 1,
+    cp: ContextOption = 1,
+    world: WorldOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the factors an adapter configuration builds on CONFIG, and what training them costs."""
+    """List the factors an adapter configuration builds on CONFIG, what training them costs, and what a rank holds of them."""
     from megatron_xorl.adapters.inventory import build_inventory
+    from megatron_xorl.adapters.report import target_report
+    from megatron_xorl.cli.inspection import layout_for
     from megatron_xorl.config.model import load_glm_config
-    from megatron_xorl.display import print_targets
     from megatron_xorl.plan.adapter_bytes import adapter_bytes
 
-    inventory = build_inventory(
-        load_glm_config(config), _adapter_config(adapter, scope, target, rank)
-    )
+    glm = load_glm_config(config)
+    layout = layout_for(glm, tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, world=world)
+    chosen = _adapter_config(adapter, scope, target, rank)
+    inventory = build_inventory(glm, chosen)
     cost = adapter_bytes(inventory)
+    report = target_report(glm, chosen, inventory, layout, scaled=adapter is not None)
     if as_json:
-        print_json(_targets_report(inventory, cost))
+        print_json(_targets_report(inventory, cost) | report)
     else:
-        print_targets(config, inventory, cost)
+        from megatron_xorl.cli.target_tables import print_targets
+
+        print_targets(config, inventory, cost, report)
 
 
 @app.command()
@@ -140,7 +157,7 @@ def _adapter_config(
     chosen = {"glm52_lora_scope": scope, "lora_target_modules": target or None, "rank": rank}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     if adapter is None:
-        # The listing depends on the rank, never on alpha.
+        # Of the listing only the scale depends on alpha, and it is left out.
         return AdapterConfig(**{"rank": DEFAULT_RANK, "alpha": DEFAULT_RANK, **chosen})
     if chosen:
         raise ConfigError(

@@ -3,12 +3,13 @@
 The one idea: targets say what is adapted, the scope says what of it trains. XoRL's spellings are
 accepted as aliases, so that a configuration moves over; its switches that have one meaning here
 (``ep_dispatch: alltoall``) are accepted at that value and refused, with the reason, at any other.
-Refused: unknown keys, a missing ``alpha`` (a scale of zero trains nothing, silently), one setting
-under two spellings.
+Refused: unknown keys, a missing ``alpha`` (a scale of zero trains nothing, silently), a rank that no
+projection can use, one setting under two spellings.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -21,7 +22,6 @@ from megatron_xorl.config.strict import (
     Number,
     StrictModel,
     Text,
-    Whole,
     did_you_mean,
     one_of,
     raise_config_error,
@@ -38,6 +38,7 @@ ALIASES: dict[str, str] = {
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
     "lora_export_format": "export_format",
+    "use_rslora": "rslora",
     "scope": "glm52_lora_scope",
     "targets": "lora_target_modules",
 }
@@ -70,55 +71,85 @@ FOREIGN: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
+MOST_RANK = 2**14
+"""A product B A has at most the rank of the smaller of its outer sizes, which is 6,144 at most in GLM-5.2."""
+
+
+def _rank_number(value: object) -> int:
+    number = whole(value)
+    if not 1 <= number <= MOST_RANK:
+        raise ValueError(
+            f"found {show(number)}, expected at least 1 and at most {MOST_RANK}; usual ranks are 4 to 256"
+        )
+    return number
+
+
+def _count_number(value: object) -> int:
+    number = whole(value)
+    if number < 1:
+        raise ValueError(
+            f"found {show(number)}, expected at least 1: an entry that matches nothing is an error, remove it"
+        )
+    return number
+
+
 class TargetEntry(StrictModel):
     """A target with promises: ``pattern`` must match exactly ``count`` targets, which get ``rank`` instead of the region's."""
 
     pattern: Text
-    count: Whole | None = None
-    rank: Whole | None = None
-
-    @model_validator(mode="after")
-    def _positive(self) -> Self:
-        for key in ("count", "rank"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"{key} is {value}, expected at least 1")
-        return self
+    count: Annotated[int, BeforeValidator(_count_number)] | None = None
+    rank: Annotated[int, BeforeValidator(_rank_number)] | None = None
 
 
 def _rank(value: object) -> int | dict[str, int]:
     if not isinstance(value, Mapping):
-        return whole(value)
+        return _rank_number(value)
     known = (*REGIONS, "default")
-    for key in value:
+    ranks = {}
+    for key, number in value.items():
         if key not in known:
             raise ValueError(
                 f"unknown region {key!r}{did_you_mean(str(key), known)} (known: {', '.join(known)})"
             )
+        try:
+            ranks[key] = _rank_number(number)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
     absent = [region for region in REGIONS if region not in value]
     if absent and "default" not in value:
         raise ValueError(f"no rank for {', '.join(absent)}; add them or a default")
-    return {key: whole(number) for key, number in value.items()}
+    return ranks
 
 
 def _targets(value: object) -> object:
     if value is None:
         return None
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"found {show(value)}, expected a list of names or patterns")
-    for item in value:
-        if not isinstance(item, str | Mapping | TargetEntry) or item == "":
-            raise ValueError(
-                f"found {show(item)} in the list, expected a name, a pattern in quotes, or {{pattern, count, rank}}"
-            )
-    return tuple(_entry(item) if isinstance(item, Mapping) else item for item in value)
+    if isinstance(value, list | tuple):
+        return tuple(_entry(number, item) for number, item in enumerate(value, 1))
+    fix = ""
+    if isinstance(value, str):
+        fix = (
+            "; leave the key out to adapt every projection"
+            if value in ("", "all", "all-linear")
+            else f"; write [{value!r}]"
+        )
+    raise ValueError(f"found {show(value)}, expected a list of names or patterns{fix}")
 
 
-def _entry(values: Mapping[str, Any]) -> TargetEntry:
+def _entry(number: int, item: object) -> str | TargetEntry:
+    if isinstance(item, TargetEntry) or (isinstance(item, str) and item):
+        return item
+    if not isinstance(item, Mapping):
+        raise ValueError(
+            f"found {show(item)} in the list (entry {number}), expected a name, a pattern in quotes, or {{pattern, count, rank}}"
+        )
     try:
-        return TargetEntry.model_validate(dict(values))
-    except ValidationError as error:
-        raise_config_error(TargetEntry, error)
+        try:
+            return TargetEntry.model_validate(dict(item))
+        except ValidationError as error:
+            raise_config_error(TargetEntry, error)
+    except ConfigError as error:
+        raise ValueError(f"entry {number}, {show(item.get('pattern'))}: {error}") from None
 
 
 _Exports = one_of(("sglang_shared_outer", "hf_peft", "hf_peft_fused"), {"peft": "hf_peft"})
@@ -128,7 +159,8 @@ class AdapterConfig(StrictModel):
     """An adapter configuration; every field is a key of the YAML file.
 
     ``rank``: one rank, or ``{region: rank, default: rank}``. ``alpha``: the factors are scaled by
-    alpha / rank. ``lora_target_modules``: names, patterns or :class:`TargetEntry`; None adapts
+    alpha / rank, with ``rslora`` by alpha / sqrt(rank). ``dropout``: of the adapter's input, 0 or
+    more and less than 1. ``lora_target_modules``: names, patterns or :class:`TargetEntry`; None adapts
     every projection. ``frozen_factors``: ``keep`` builds the factors outside the scope (with B
     zero), ``drop`` does not. ``indexer``: ``frozen``, or ``kl`` with ``indexer_loss``.
 
@@ -138,6 +170,7 @@ class AdapterConfig(StrictModel):
 
     rank: Annotated[int | dict[str, int], BeforeValidator(_rank)]
     alpha: Number
+    rslora: Flag = False
     dropout: Number = 0.0
     glm52_lora_scope: Annotated[str, one_of(SCOPES)] = "all"
     lora_target_modules: Annotated[
@@ -166,12 +199,10 @@ class AdapterConfig(StrictModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        ranks = self.rank.values() if isinstance(self.rank, dict) else (self.rank,)
-        if any(rank < 1 for rank in ranks):
-            raise ValueError(f"rank is {self.rank}, expected at least 1")
         if self.alpha <= 0:
             raise ValueError(
-                f"alpha is {self.alpha:g}, expected a positive number; at 0 the adapter does nothing"
+                f"alpha is {self.alpha:g}, expected a positive number (at 0 the adapter does nothing); "
+                "write for example alpha: 32"
             )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout:g}, expected 0 or more and less than 1")
@@ -193,13 +224,24 @@ class AdapterConfig(StrictModel):
             else self.rank.get(region, self.rank.get("default", 0))
         )
 
+    def scale_of(self, rank: int) -> float:
+        """Return the number that multiplies B(A x) in a pair of factors of ``rank``.
+
+        alpha / rank, or alpha / sqrt(rank) with ``rslora`` (Kalajdzievski 2023, arXiv:2312.03732).
+        """
+        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
+
     def scale_for(self, region: str) -> float:
-        """Return alpha / rank, the number that multiplies B(A x) in ``region``."""
-        return self.alpha / self.rank_for(region)
+        """Return the scale of ``region`` (a manifest entry's own rank is not known here: :meth:`scale_of`)."""
+        return self.scale_of(self.rank_for(region))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values from which :meth:`from_dict` builds an equal object."""
-        return self.model_dump(mode="json", exclude_none=True)
+        document = self.model_dump(mode="json", exclude_none=True)
+        if not self.rslora:
+            # Written only where it is on, so that a checkpoint of before the key existed says the same.
+            del document["rslora"]
+        return document
 
 
 def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:

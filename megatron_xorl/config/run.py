@@ -46,12 +46,19 @@ def _betas(value: object) -> object:
 
 
 class ModelSection(StrictModel):
-    """``model``: the checkpoint directory and the compute dtype."""
+    """``model``: the checkpoint directory, the compute dtype, and how products with FP8 weights are computed.
+
+    ``fp8_backend: auto`` leaves the choice to ``MEGATRON_XORL_FP8_BACKEND``, then to what is fastest here.
+    """
 
     path: Text
     dtype: Annotated[
         Literal["bf16", "fp32"], one_of(("bf16", "fp32"), {"bfloat16": "bf16", "float32": "fp32"})
     ] = "bf16"
+    fp8_backend: Annotated[
+        Literal["auto", "reference", "cpu"], one_of(("auto", "reference", "cpu"))
+    ] = "auto"
+    fp8_mode: Annotated[Literal["w8a16", "w8a8"], one_of(("w8a16", "w8a8"))] = "w8a16"
 
 
 class DataSection(StrictModel):

@@ -32,6 +32,8 @@ __all__ = [
 
 MOST_BITS = 64
 """Of a whole number: nothing here counts further, and what uses it could not hold it."""
+LONGEST_SHOWN = 80
+"""Letters of a value in a message."""
 
 
 def show(value: object) -> str:
@@ -40,7 +42,8 @@ def show(value: object) -> str:
         return f"the boolean {str(value).lower()} (YAML reads unquoted on/off, yes/no and true/false so)"
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
         return f"a number of {value.bit_length()} bits"
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[: LONGEST_SHOWN - 3]}..."
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -25,11 +25,13 @@ from megatron_xorl.errors import AdapterError
 from megatron_xorl.layers.base import megatron_modules
 from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.lora import FactorSlice, LoraPair
+from megatron_xorl.layers.switch import hosts_of, idle_adapters, refuse_aside
 from megatron_xorl.parallel.ownership import mark_ownership
 from megatron_xorl.weights.names import hf_tensors
 
 __all__ = [
     "attach_inventory",
+    "build_pair",
     "check_gradients",
     "check_trainability",
     "freeze",
@@ -56,28 +58,36 @@ def _require_grad(module: nn.Module, inputs: object, output: torch.Tensor) -> to
 
 
 def attach_inventory(
-    model: nn.Module, glm: GlmConfig, adapter: AdapterConfig, inventory: Inventory, *, seed: int
+    model: nn.Module,
+    glm: GlmConfig,
+    adapter: AdapterConfig,
+    inventory: Inventory,
+    *,
+    seed: int,
+    idle: str | None = None,
 ) -> None:
-    """Build the factors of ``inventory`` that this pipeline stage owns and mark what trains.
+    """Build the factors of ``inventory`` that this pipeline stage owns and mark what trains; under a name, as an idle adapter.
 
     Raises:
         AdapterError: the model already carries adapters, or the configuration asks for what is not built yet.
     """
     check_available(adapter)
-    if any(True for _ in lora_pairs(model)):
+    if idle is None and (any(lora_pairs(model)) or idle_adapters(model)):
         raise AdapterError(
-            "the model already carries adapters; build a fresh model to attach another configuration"
+            "the model already carries adapters; add another configuration with mx.add_adapter, or build a fresh model"
         )
     modules = megatron_modules(model)
-    for name, targets in _homes(glm).items():
-        if name not in modules or not targets.keys() & set(inventory.targets):
+    targets = set(inventory.targets)
+    for name, leaves in _homes(glm).items():
+        if name not in modules or not leaves.keys() & targets:
             continue
         module = modules[name]
         assert isinstance(module, AdapterHost)
-        module.set_slots(tuple(targets.values()))
-        for target, leaf in targets.items():
-            if target in inventory.targets:
-                module.attach(leaf, _build_pair(module, target, inventory, adapter, seed))
+        module.set_slots(tuple(leaves.values()))
+        for target, leaf in leaves.items():
+            if target in targets:
+                pair = _pair_of(module, target, inventory, adapter, seed)
+                module.attach(leaf, pair.requires_grad_(False) if idle else pair, idle)
 
 
 def _homes(glm: GlmConfig) -> dict[str, dict[str, str]]:
@@ -94,22 +104,20 @@ def _homes(glm: GlmConfig) -> dict[str, dict[str, str]]:
     return homes
 
 
-def _build_pair(
-    module: AdapterHost,
-    target: str,
-    inventory: Inventory,
-    adapter: AdapterConfig,
-    seed: int,
+def _pair_of(
+    host: AdapterHost, target: str, inventory: Inventory, adapter: AdapterConfig, seed: int
 ) -> LoraPair:
-    base = next(module.base.buffers())
-    pieces = [_owned(inventory.by_name[f"{target}.lora_{side}"]) for side in "AB"]
-    pair = LoraPair(
-        *pieces,
-        scale=adapter.alpha / pieces[0].factor.rank,
-        dtype=module.base.dtype,
-        device=base.device,
-        seed=seed,
-    )
+    a, b = (_owned(inventory.by_name[f"{target}.lora_{side}"]) for side in "AB")
+    return build_pair(host, a, b, scale=adapter.scale_of(a.factor.rank), seed=seed)
+
+
+def build_pair(
+    host: AdapterHost, a: FactorSlice, b: FactorSlice, *, scale: float, seed: int
+) -> LoraPair:
+    """Slices ``a`` and ``b`` of two factors in the dtype and on the device of ``host``'s base, marked for what trains."""
+    base = host.base
+    device = next(base.buffers()).device
+    pair = LoraPair(a, b, scale=scale, dtype=base.dtype, device=device, seed=seed)
     for factor, _, parameter in pair.named_factors():
         parameter.requires_grad_(factor.trainable)
         mark_ownership(parameter, factor, **_sizes())
@@ -145,18 +153,33 @@ def _owned(factor: Factor) -> FactorSlice:
 
 
 def lora_pairs(models: nn.Module | Iterable[nn.Module]) -> Iterator[LoraPair]:
-    """Every adapted projection of a model, or of the chunks of a pipeline stage, in model order."""
+    """Every adapted projection of the active adapter of a model, or of the chunks of a pipeline stage, in model order.
+
+    Raises:
+        AdapterError: the adapters are merged or disabled: whoever asks would find none, and train or save nothing.
+    """
     for model in [models] if isinstance(models, nn.Module) else models:
-        yield from (module for module in model.modules() if isinstance(module, LoraPair))
+        for module in model.modules():
+            if isinstance(module, AdapterHost):
+                refuse_aside(module)
+            elif isinstance(module, LoraPair):
+                yield module
 
 
 def named_factors(
-    models: nn.Module | Iterable[nn.Module],
+    models: nn.Module | Iterable[nn.Module], idle: str | None = None
 ) -> dict[str, tuple[Factor, FactorSlice, nn.Parameter]]:
-    """``{logical factor name: (factor, owned slice, parameter)}`` of this rank."""
+    """``{logical factor name: (factor, owned slice, parameter)}`` of this rank: of the active adapter, or of an idle one.
+
+    Raises:
+        AdapterError: the active adapter was asked for, and is merged or disabled.
+    """
+    held = models
+    if idle is not None:
+        held = [host.idle[idle] for host in hosts_of(models) if idle in host.idle]
     return {
         factor.name: (factor, piece, param)
-        for pair in lora_pairs(models)
+        for pair in lora_pairs(held)
         for factor, piece, param in pair.named_factors()
     }
 

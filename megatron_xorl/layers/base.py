@@ -23,8 +23,9 @@ from megatron_xorl.errors import WeightsError
 from megatron_xorl.fp8.format import check_pair
 from megatron_xorl.fp8.weight import FrozenWeight
 from megatron_xorl.layers.experts import BankLinear
+from megatron_xorl.layers.head import Head, losses_through_the_head
 from megatron_xorl.layers.host import AdapterHost
-from megatron_xorl.layers.linear import AdaptedLinear, ColumnParallelLinear
+from megatron_xorl.layers.linear import AdaptedLinear
 from megatron_xorl.weights.names import TensorRow, hf_tensors
 from megatron_xorl.weights.opening import Checkpoint
 from megatron_xorl.weights.reader import refuse_nonfinite
@@ -47,13 +48,14 @@ def megatron_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def install_head(model: nn.Module, glm: GlmConfig) -> None:
-    """Replace Megatron's trainable ``output_layer`` by a frozen one that carries adapters (last stage only)."""
+    """Replace Megatron's trainable ``output_layer`` by a frozen one that carries adapters and gives losses (last stage only)."""
     head = getattr(model, "output_layer", None)
     if head is None or isinstance(head, AdaptedLinear):
         return
-    model.output_layer = ColumnParallelLinear(
+    model.output_layer = Head(
         glm.hidden_size, model.vocab_size, config=model.config, block=None, tp_group=head.tp_group
     )
+    losses_through_the_head(model)
 
 
 def load_base(model: nn.Module, checkpoint: Checkpoint, glm: GlmConfig) -> None:

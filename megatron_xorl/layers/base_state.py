@@ -4,8 +4,8 @@ The one idea: :func:`base_sharded_state_dict` describes every base tensor of thi
 the model holds it in, so that Megatron reads the rank's part of each global tensor straight into the model, at any layout. FP8
 codes are described as float8, though modules hold them as uint8: a copy into uint8 would convert the values.
 
-``.metadata`` is read by the allow-list of ``weights.dcp_metadata`` before torch unpickles it. Refused: what the checkpoint lacks,
-and a cut that falls inside an FP8 block.
+``.metadata`` and ``common.pt`` are read by allow-lists (``weights.dcp_metadata``, ``weights.archive``) before torch unpickles
+them. Refused: what the checkpoint lacks, inf and NaN, and a cut that falls inside an FP8 block.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from torch import Tensor, nn
 
 from megatron_xorl.config.model import GlmConfig
 from megatron_xorl.errors import WeightsError
+from megatron_xorl.fp8.format import check_pair
 from megatron_xorl.layers.base import megatron_modules
 from megatron_xorl.layers.experts import BankLinear
 from megatron_xorl.layers.host import AdapterHost
+from megatron_xorl.weights.hashed_load import check_weight_hashes
 from megatron_xorl.weights.keys import key_table
-from megatron_xorl.weights.names import TensorRow, hf_tensors
-from megatron_xorl.weights.opening import open_checkpoint
+from megatron_xorl.weights.megatron_checkpoint import MegatronCheckpoint
+from megatron_xorl.weights.names import SCALE_SUFFIX, TensorRow, hf_tensors
+from megatron_xorl.weights.reader import refuse_nonfinite
 from megatron_xorl.weights.slices import owned_range
 
 __all__ = ["base_sharded_state_dict", "load_base_distributed"]
@@ -70,16 +73,28 @@ def base_sharded_state_dict(model: nn.Module, glm: GlmConfig) -> dict[str, Shard
     return state
 
 
-def load_base_distributed(model: nn.Module, glm: GlmConfig, directory: Path | str) -> None:
+def load_base_distributed(
+    model: nn.Module, glm: GlmConfig, directory: Path | str, *, hashes: bool | None = None
+) -> None:
     """Fill the base of one pipeline stage from a Megatron distributed checkpoint; collective.
 
+    Args:
+        model: built, its base not loaded.
+        glm: its configuration.
+        directory: of the checkpoint.
+        hashes: of the weights, compared or not, see :func:`~megatron_xorl.weights.hashed_load.check_weight_hashes`.
+
     Raises:
-        WeightsError: the checkpoint is unfinished, damaged, or of another model.
+        WeightsError: the checkpoint is unfinished, damaged, or of another model, or holds inf or NaN.
+        FormatError: the codes and scales of an FP8 weight are no numbers.
         LayoutError: this rank's cut falls inside an FP8 block.
     """
-    checkpoint = open_checkpoint(directory)
+    checkpoint = MegatronCheckpoint(directory)
+    check_weight_hashes(checkpoint.directory, hashes)
     checkpoint.validate(glm)
     state = base_sharded_state_dict(model, glm)
+    for key, sharded in state.items():
+        sharded.key = checkpoint.spelling(key)
     loaded = dist_checkpointing.load(dict(state), str(directory))
     for key, sharded in state.items():
         target, value = sharded.data, loaded.get(key)
@@ -88,6 +103,18 @@ def load_base_distributed(model: nn.Module, glm: GlmConfig, directory: Path | st
         if value.data_ptr() != target.data_ptr():
             with torch.no_grad():
                 target.copy_(value)
+    _refuse_nonfinite(state, glm)
+
+
+def _refuse_nonfinite(state: dict[str, ShardedTensor], glm: GlmConfig) -> None:
+    """Check that what was loaded are numbers, by the rules that direct loading has."""
+    for key, sharded in state.items():
+        scales = state.get(key + SCALE_SUFFIX)
+        if scales is not None:
+            assert glm.weight_block_size is not None
+            check_pair(key, sharded.data, scales.data, glm.weight_block_size)
+        elif not key.endswith(SCALE_SUFFIX):
+            refuse_nonfinite(key, sharded.data)
 
 
 def _views(

@@ -1,8 +1,9 @@
 """A bank of routed experts: frozen FP8 weights with an expert axis, and shared-outer LoRA on them.
 
 One idea (shared outer): the factor on the hidden side is one for all experts (gate/up A, down B), the factor on the
-intermediate side is per expert (gate/up B, down A). The shared halves are plain matrix products over all dispatched tokens;
-the per-expert halves run group by group.
+intermediate side is per expert (gate/up B, down A). The shared halves act once per token, outside the dispatch
+(``layers.shared_outer``); the per-expert halves run group by group on the dispatched rows. ``once_per_token = False`` selects the
+plain form, every factor on every row, which also serves where rows cannot carry further columns.
 
 Under expert-tensor parallelism the intermediate dimension is cut: gate/up B and down A are cut with it, and the bank's output
 is a partial sum that the dispatcher reduces, the adapter's part included.
@@ -10,6 +11,7 @@ is a partial sum that the dispatcher reduces, the adapter's part included.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.linear import buffer_device, divide
 from megatron_xorl.layers.lora import LoraPair
 from megatron_xorl.layers.recompute import freed, recomputed_modules
+from megatron_xorl.layers.shared_outer import Outer, outer_of
 
 __all__ = ["BankLinear", "ExpertBank"]
 
@@ -49,15 +52,24 @@ class BankLinear(AdapterHost):
             )
         )
 
-    def forward(self, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
-        """``[T, in]`` -> ``[T, out]``, tokens grouped by local expert."""
-        y = frozen_grouped_linear(x, self.base, tokens_per_expert)
-        return self.add_deltas(y, lambda pair: _bank_delta(pair, x, tokens_per_expert))
+    def forward(
+        self,
+        x: Tensor,
+        tokens_per_expert: list[int],
+        given: Mapping[LoraPair, Tensor] | None = None,
+    ) -> Tensor:
+        """``[T, in]`` -> ``[T, out]``, tokens grouped by local expert; ``given`` holds the ``x A^T`` that are known already."""
+        known = given or {}
 
+        def delta(pair: LoraPair) -> Tensor:
+            t = known[pair] if pair in known else _half(x, pair.lora_A, tokens_per_expert)
+            return _half(t, pair.lora_B, tokens_per_expert) * pair.scale
 
-def _bank_delta(pair: LoraPair, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
-    hidden = _half(x, pair.lora_A, tokens_per_expert)
-    return _half(hidden, pair.lora_B, tokens_per_expert) * pair.scale
+        return self.add_deltas(self.frozen(x, tokens_per_expert), delta)
+
+    def frozen(self, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
+        """``[T, in]`` -> ``[T, out]`` without any adapter."""
+        return frozen_grouped_linear(x, self.base, tokens_per_expert)
 
 
 def _half(x: Tensor, factor: Tensor, tokens_per_expert: list[int]) -> Tensor:
@@ -98,6 +110,7 @@ class ExpertBank(nn.Module):
         del name
         self.config = config
         self.num_local_experts = num_local_experts
+        self.once_per_token = True
         width = divide(
             glm.moe_intermediate_size,
             pg_collection.expt_tp.size(),
@@ -112,18 +125,38 @@ class ExpertBank(nn.Module):
             (num_local_experts, glm.hidden_size, width), config=config, block=block
         )
 
+    @property
+    def outer(self) -> Outer | None:
+        """The shared factors that act outside the dispatch, or ``None`` for the plain form."""
+        return outer_of(self.linear_fc1, self.linear_fc2) if self.once_per_token else None
+
     def forward(
         self, dispatched_input: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """``[T, H]`` -> ``[T, H]``: tokens grouped by local expert, each output weighted by its fp32 probability."""
+        """``[T, H]`` -> ``[T, H]``: tokens grouped by local expert, each output weighted by its fp32 probability.
+
+        With :attr:`outer`, rows are ``[T, H + outer.columns]`` in and out.
+        """
         counts = tokens_per_expert.tolist()
-        gate_up = self.linear_fc1(dispatched_input, counts)
+        outer = self.outer
+        x, given = (dispatched_input, None) if outer is None else outer.split(dispatched_input)
+        gate_up = self.linear_fc1(x, counts, given)
+        del x, given
         if self.recompute_activation and self.training:
             with freed(swiglu, gate_up) as activated:
-                output = self.linear_fc2(activated, counts)
+                outputs = self._down(activated, counts, outer)
         else:
-            output = self.linear_fc2(swiglu(gate_up), counts)
-        return (output * permuted_probs.unsqueeze(-1)).to(output.dtype), None
+            outputs = self._down(swiglu(gate_up), counts, outer)
+        weight = permuted_probs.unsqueeze(-1)
+        y, *products = ((part * weight).to(part.dtype) for part in outputs)
+        return (y if outer is None else outer.join(y, products)), None
+
+    def _down(self, activated: Tensor, counts: list[int], outer: Outer | None) -> list[Tensor]:
+        """Outputs ``[T, H]``, then ``activated A_e^T`` ``[T, r]`` of every pair whose B comes after the combine."""
+        if outer is None or not outer.after:
+            return [self.linear_fc2(activated, counts)]
+        products = [_half(activated, pair.lora_A, counts) for pair in outer.after]
+        return [self.linear_fc2.frozen(activated, counts), *products]
 
     def backward_dw(self) -> None:
         """Nothing: a frozen bank has no weight gradient."""

@@ -30,9 +30,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_xorl.errors import LayoutError
-from megatron_xorl.fp8.linear import frozen_linear
+from megatron_xorl.fp8.linear import (
+    LoraOperand,
+    adapted_linear,
+    frozen_linear,
+    lora_add,
+    lora_shrink,
+)
 from megatron_xorl.fp8.weight import FrozenWeight
-from megatron_xorl.layers.host import AdapterHost
+from megatron_xorl.layers.host import AdapterHost, Rows
+from megatron_xorl.layers.lora import LoraPair
 from megatron_xorl.layers.recompute import one_edge
 
 __all__ = ["AdaptedLinear", "ColumnParallelLinear", "ReplicatedLinear", "RowParallelLinear"]
@@ -71,9 +78,28 @@ class AdaptedLinear(AdapterHost):
                 "(their gradients are summed over the tensor group only then); pass --sequence-parallel"
             )
 
+    def _placed(self) -> list[tuple[LoraPair, Rows]]:
+        """The adapters and the rows of the output that each adds to."""
+        return [(self.adapters[leaf], self.rows_of(leaf)) for leaf in self.leaves if leaf in self.adapters]  # fmt: skip
+
+    def _adapted(self, x: Tensor) -> Tensor:
+        """Base and adapters where nothing is communicated between a product and the next."""
+        placed = self._placed()
+        if any(len(rows) > 1 for _, rows in placed):
+            return self._add_adapters(frozen_linear(x, self.base), x, lambda t: t)
+        operands = [LoraOperand(pair.lora_A, pair.lora_B, pair.scale, rows) for pair, (rows,) in placed]  # fmt: skip
+        return adapted_linear(x, self.base, operands)
+
     def _add_adapters(self, y: Tensor, x: Tensor, between: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add every adapter's delta; ``between`` moves the rank-r product to the base output's parallel state."""
-        return self.add_deltas(y, lambda pair: pair.up(between(pair.down(x))))
+        """Add every adapter's product to ``y``; ``between`` moves the rank-r product to the base output's parallel state."""
+        for pair, ranges in self._placed():
+            t = between(lora_shrink(x, pair.lora_A, pair.scale))
+            sizes = [rows.stop - rows.start for rows in ranges]
+            # One backward node for all parts of B, and none where B is one part.
+            parts = pair.lora_B.split(sizes) if len(ranges) > 1 else (pair.lora_B,)
+            for rows, b in zip(ranges, parts, strict=True):
+                y = lora_add(y, t, b, rows)
+        return y
 
     def backward_dw(self) -> None:
         """Nothing: a frozen base has no weight gradient."""
@@ -99,7 +125,7 @@ class ReplicatedLinear(AdaptedLinear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """``[..., in]`` -> ``([..., out], None)``; Megatron's (output, bias) convention."""
-        return self._add_adapters(frozen_linear(x, self.base), x, _same), None
+        return self._adapted(x), None
 
 
 class ColumnParallelLinear(AdaptedLinear):
@@ -141,9 +167,11 @@ class ColumnParallelLinear(AdaptedLinear):
                 "a weight was passed to a frozen linear; tied embeddings are not supported by GLM-5.2 specs"
             )
         x = one_edge(x)
+        if self.tp_group.size() == 1:
+            return self._adapted(x), None
         y = self._add_adapters(frozen_linear(self._gather(x), self.base), x, self._gather)
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
-        if gather and self.tp_group.size() > 1:
+        if gather:
             y = gather_from_tensor_model_parallel_region(y, group=self.tp_group)
         return y, None
 
@@ -175,16 +203,12 @@ class RowParallelLinear(AdaptedLinear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """``[s, b, in/tp]`` -> ``([s/tp, b, out], None)``."""
+        if self.tp_group.size() == 1:
+            return self._adapted(x), None
         return self._add_adapters(self._reduce(frozen_linear(x, self.base)), x, self._reduce), None
 
     def _reduce(self, y: Tensor) -> Tensor:
-        if self.tp_group.size() == 1:
-            return y
         return reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def divide(size: int, world: int, what: str) -> int:

@@ -14,9 +14,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_xorl.adapters.cuts import factor_ranges, range_lengths
 from megatron_xorl.adapters.inventory import Factor
 
 __all__ = ["FactorSlice", "LoraPair", "draw_lora_A"]
@@ -36,22 +36,13 @@ class FactorSlice:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Half-open ``(start, stop)`` of every axis of the full shape; the layout check saw that each cut is even."""
-        out = []
-        for axis, size in enumerate(self.factor.shape):
-            rank, world = 0, 1
-            if axis == self.factor.tp_axis:
-                rank, world = self.tp
-            elif axis == self.factor.ep_axis:
-                rank, world = self.ep
-            step = size // world
-            out.append((rank * step, (rank + 1) * step))
-        return tuple(out)
+        """Half-open ``(start, stop)`` of every axis of the full shape."""
+        return factor_ranges(self.factor, self.tp, self.ep)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Local shape."""
-        return tuple(stop - start for start, stop in self.ranges)
+        return range_lengths(self.ranges)
 
     def of(self, full: Tensor) -> Tensor:
         """Return this rank's part of a full tensor (a view)."""
@@ -89,7 +80,7 @@ class LoraPair(nn.Module):
 
     Args:
         a, b: which slice of each factor this rank holds.
-        scale: ``alpha / rank``.
+        scale: of the product B A, ``AdapterConfig.scale_of(rank)``.
         dtype: dtype of both factors, the model's.
         device: where they live.
         seed: seed of the initialisation; ``None`` leaves both zero (they are about to be loaded).
@@ -128,11 +119,3 @@ class LoraPair(nn.Module):
             (piece.factor, piece, param)
             for piece, param in ((self.slices["A"], self.lora_A), (self.slices["B"], self.lora_B))
         ]
-
-    def down(self, x: Tensor) -> Tensor:
-        """``x A^T`` for an ordinary target: ``[..., in]`` -> ``[..., r]``."""
-        return F.linear(x, self.lora_A)
-
-    def up(self, hidden: Tensor) -> Tensor:
-        """``scale * hidden B^T`` for an ordinary target: ``[..., r]`` -> ``[..., out]``."""
-        return F.linear(hidden, self.lora_B) * self.scale

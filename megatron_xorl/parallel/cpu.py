@@ -71,7 +71,9 @@ def _import_uncompiled() -> None:
     those that were compiled before.
     """
     compiler = torch.compile
-    torch.compile = lambda model=None, **_: model if model is not None else lambda function: function
+    torch.compile = lambda model=None, **_: (
+        model if model is not None else lambda function: function
+    )
     try:
         importlib.import_module("megatron.core")
         importlib.import_module("megatron.training")

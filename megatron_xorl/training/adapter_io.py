@@ -1,12 +1,12 @@
-"""A live model's adapters to and from files.
+"""A live model's adapters to and from files, or to a stream of tensors without a file.
 
-The file does not know layouts: whatever the ranks hold is put together factor by factor on rank 0
-and written once; loading gives each rank its slice. Bytes are the same whatever the layout.
+The file does not know layouts: whatever the ranks hold is put together factor by factor on rank 0 and written once, so that bytes
+are the same whatever the layout and memory is one bank; loading gives each rank its slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,20 +14,30 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from megatron_xorl.adapters.inventory import Factor
+from megatron_xorl.adapters.formats import file_entries
+from megatron_xorl.adapters.inventory import Factor, build_inventory
 from megatron_xorl.errors import AdapterError
 from megatron_xorl.layers.attach import check_trainability, named_factors
 from megatron_xorl.layers.lora import FactorSlice
+from megatron_xorl.layers.switch import HeldAdapter, active_adapter, held_adapter
 from megatron_xorl.training.model import attach_adapters
-from megatron_xorl.weights.adapter_files import AdapterFile, write_adapter
+from megatron_xorl.weights.adapter_files import AdapterFile
+from megatron_xorl.weights.adapter_layouts import compose_stream
+from megatron_xorl.weights.adapter_writer import check_output, write_adapter
 
-__all__ = ["export_adapter", "iter_adapter", "load_adapter"]
+__all__ = ["export_adapter", "full_factors", "iter_adapter", "load_adapter"]
 
 
-def iter_adapter(model: nn.Module) -> Iterator[tuple[Factor, Tensor | None]]:
-    """Every trained factor of the model in inventory order: its full tensor on rank 0, None on the other ranks; collective."""
-    held = named_factors(model)
-    for factor in model.inventory.trainable:
+def full_factors(
+    model: nn.Module, name: str | None = None
+) -> Iterator[tuple[Factor, Tensor | None]]:
+    """Every trained factor of an adapter in inventory order: its full tensor on rank 0, None on the other ranks; collective.
+
+    Without a name, of the active adapter.
+    """
+    adapter = held_adapter(model, name)
+    held = named_factors(model, adapter.idle)
+    for factor in adapter.inventory.trainable:
         full = torch.zeros(factor.shape, dtype=model.config.params_dtype)
         if factor.name in held and _writes(held[factor.name][1]):
             _, piece, parameter = held[factor.name]
@@ -48,47 +58,182 @@ def _writes(piece: FactorSlice) -> bool:
     return replica and (cut or parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
-def export_adapter(model: nn.Module, path: str | Path, format: str = "sglang_shared_outer") -> None:
-    """Write the trained factors of a live model to a directory; collective, rank 0 writes.
+def iter_adapter(
+    model: nn.Module, format: str = "sglang_shared_outer", *, name: str | None = None
+) -> Iterator[tuple[str, Tensor | None]]:
+    """The trained factors of a live model in a file format's spelling, without a file: for weight sync into an engine.
+
+    Collective: every rank iterates to the end, in step. One bank at most is held at a time.
+
+    Args:
+        model: with adapters attached.
+        format: ``sglang_shared_outer``, ``hf_peft`` or ``hf_peft_fused``.
+        name: of one of several adapters; the active one by default.
+
+    Yields:
+        ``(key, tensor)`` as :func:`export_adapter` would write them, in the same order; on ranks other than 0 the tensor is None.
 
     Raises:
-        AdapterError: the format is not known, the output exists, or the model has no trained adapters.
+        AdapterError: there is no such format, it cannot hold these factors, or the model carries no adapters.
     """
-    if format != "sglang_shared_outer":
-        raise AdapterError(f"format {format!r} is not available; use sglang_shared_outer")
-    if not hasattr(model, "inventory"):
-        raise AdapterError("the model carries no adapters; call attach_adapters first")
-    tensors = {factor.name: tensor for factor, tensor in iter_adapter(model) if tensor is not None}
+    entries = file_entries(held_adapter(model, name).inventory.trainable, format)
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for factor, tensor in full_factors(model, name):
+            # Other ranks go through the same steps with a tensor that has no values.
+            yield (
+                factor.name,
+                torch.empty(factor.shape, device="meta") if tensor is None else tensor,
+            )
+
     if dist.get_rank() == 0:
-        write_adapter(
-            Path(path),
-            model.inventory.trainable,
-            tensors,
-            model.adapter_config,
-            base_model=str(model.base_directory),
-            base_fingerprint=model.base_fingerprint,
-        )
-    dist.barrier()
+        for entry, tensor in compose_stream(entries, gathered()):
+            yield entry.key, tensor
+        return
+    arrived: set[str] = set()
+    waiting = iter(entries)
+    entry = next(waiting, None)
+    for name, _ in gathered():
+        arrived.add(name)
+        while entry is not None and arrived.issuperset(entry.sources):
+            yield entry.key, None
+            entry = next(waiting, None)
 
 
-def load_adapter(model: nn.Module, path: str | Path) -> None:
-    """Load an adapter directory into a model, attaching the adapters it was trained with if the model has none.
+def export_adapter(
+    model: nn.Module,
+    path: str | Path,
+    format: str = "sglang_shared_outer",
+    *,
+    allow_expanded: bool = False,
+    name: str | None = None,
+) -> None:
+    """Write the trained factors of a live model to a directory; collective, rank 0 writes.
+
+    Args:
+        model: with adapters attached.
+        path: directory to make.
+        format: ``sglang_shared_outer``, ``hf_peft`` or ``hf_peft_fused``.
+        allow_expanded: write an expanded form that is far larger than the shared one.
+        name: of one of several adapters; the active one by default.
+
+    Raises:
+        AdapterError: on every rank: the format is not known or cannot hold the factors, the output exists, the disk is full, or
+            the model has no trained adapters.
+    """
+    adapter = held_adapter(model, name)
+    # Refuses what is merged or disabled, before anything is written.
+    named_factors(model, adapter.idle)
+    factors, out = adapter.inventory.trainable, Path(path)
+    _together(lambda: check_output(out, factors, format, allow_expanded=allow_expanded))
+    stream = full_factors(model, name)
+    _together(lambda: _write(model, adapter, out, format, stream, allow_expanded), stream)
+
+
+def _write(
+    model: nn.Module,
+    adapter: HeldAdapter,
+    out: Path,
+    format: str,
+    stream: Iterator[tuple[Factor, Tensor | None]],
+    allow_expanded: bool,
+) -> None:
+    write_adapter(
+        out,
+        adapter.inventory.trainable,
+        ((factor.name, tensor) for factor, tensor in stream if tensor is not None),
+        adapter.config,
+        base_model=str(model.base_directory),
+        base_fingerprint=model.base_fingerprint,
+        format=format,
+        allow_expanded=allow_expanded,
+    )
+
+
+def _together(action: Callable[[], object], stream: Iterable[object] = ()) -> None:
+    """Do ``action`` on rank 0 while the others take part in ``stream``; its AdapterError is raised on every rank."""
+    told: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except AdapterError as error:
+            told = [str(error)]
+    for _ in stream:  # rank 0 goes on too after a fault: the others wait for it in every reduction
+        pass
+    dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        raise AdapterError(told[0])
+
+
+def load_adapter(
+    model: nn.Module, path: str | Path, *, allow_missing: bool = False, name: str | None = None
+) -> None:
+    """Load an adapter directory of any format into a model, attaching the adapters it was trained with if the model has none.
+
+    A model with more adapters than the file keeps the others with B zero, where the file's own scope and targets say that it was
+    written without them: the model then computes what the file says.
+
+    Args:
+        model: from :func:`load_model`.
+        path: of the adapter.
+        allow_missing: the same for a file that does not say so, such as one of PEFT.
+        name: of one of several adapters, which takes the factors; the active one by default.
 
     Raises:
         AdapterError: the file is damaged, of another base, or does not fit the model's adapters.
     """
     file = AdapterFile(path)
-    if file.base_fingerprint != model.base_fingerprint:
+    if file.base_fingerprint is not None and file.base_fingerprint != model.base_fingerprint:
         raise AdapterError(
             f"{path} was trained on a base with fingerprint {file.base_fingerprint[:12]}, "
             f"this one is {model.base_fingerprint[:12]}; use the base it was trained on"
         )
-    if not hasattr(model, "inventory"):
+    if name is None and active_adapter(model) is None:
         attach_adapters(model, file.adapter)
-    file.check_keys(model.inventory.trainable)
+    adapter = held_adapter(model, name)
+    absent = _absent(model, adapter, file, allow_missing)
+    _check_alike(adapter, file)
     with torch.no_grad():
-        for factor, piece, parameter in named_factors(model).values():
-            if factor.trainable:
+        for factor, piece, parameter in named_factors(model, adapter.idle).values():
+            if factor.name in absent:
+                if factor.side == "B":
+                    parameter.zero_()
+            elif factor.trainable:
                 parts = tuple(slice(start, stop) for start, stop in piece.ranges)
                 parameter.copy_(file.read(factor, parts))
-    check_trainability(model)
+    if adapter.idle is None:
+        check_trainability(model)
+
+
+def _absent(
+    model: nn.Module, adapter: HeldAdapter, file: AdapterFile, allow_missing: bool
+) -> set[str]:
+    """Trained factors of the adapter that the file rightly lacks."""
+    wanted = adapter.inventory.trainable
+    held = {factor.name for factor in file.factors}
+    missing = {factor.name for factor in wanted} - held
+    if file.own:
+        recorded = build_inventory(model.glm_config, file.adapter)
+        file.check_factors(recorded.trainable)  # as its own record has it
+        allowed = missing
+    else:
+        allowed = missing if allow_missing else set()
+    file.check_factors(tuple(factor for factor in wanted if factor.name not in allowed))
+    return allowed
+
+
+def _check_alike(adapter: HeldAdapter, file: AdapterFile) -> None:
+    """Shapes first; then scales, since the factors of a file mean something at one scale only."""
+    for factor in file.factors:
+        needed = adapter.inventory.by_name[factor.name].shape
+        if needed != factor.shape:
+            raise AdapterError(
+                f"{factor.name} is {list(factor.shape)}, the model needs {list(needed)}; it is of another base or rank"
+            )
+    for factor in file.factors:
+        mine, its = adapter.config.scale_of(factor.rank), file.adapter.scale_of(factor.rank)
+        if abs(mine - its) > 1e-9 * abs(its):
+            raise AdapterError(
+                f"{file.directory} scales {factor.target} by {its:g}, the model's adapter config by {mine:g}; "
+                "use the alpha (and rslora) it was trained with"
+            )

@@ -35,10 +35,12 @@ from megatron_xorl.layers.attach import check_gradients, check_trainability
 from megatron_xorl.parallel.layout import current_layout
 from megatron_xorl.training.arguments import check_arguments, check_transformer_config
 from megatron_xorl.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_xorl.training.forward_agreement import use_fp8_everywhere
 from megatron_xorl.training.model import attach_adapters, prepare_model
-from megatron_xorl.training.resume import run_identity
+from megatron_xorl.training.resume import ANY_FORWARD, run_identity
 from megatron_xorl.training.run_lock import hold_lock
 from megatron_xorl.training.seams import Seams, install_seams
+from megatron_xorl.weights.hashed_load import check_weight_hashes
 from megatron_xorl.weights.opening import Checkpoint, open_checkpoint
 
 __all__ = ["ADAPTER_VARIABLE", "MODEL_VARIABLE", "Launch", "launch_for"]
@@ -127,9 +129,10 @@ class Launch:
     ) -> tuple[int, float]:
         """Stands behind Megatron's ``load_checkpoint``: returns iteration and floating-point operations so far."""
         args = get_args()
-        manifest = load_checkpoint(
-            Path(args.load), unwrap_model(models), optimizer, self.identity()
-        )
+        expected = self.identity()
+        if getattr(args, "allow_forward_change", False):
+            expected |= {"forward": ANY_FORWARD}
+        manifest = load_checkpoint(Path(args.load), unwrap_model(models), optimizer, expected)
         if manifest is None:
             if args.exit_on_missing_checkpoint:
                 raise CheckpointError(
@@ -156,6 +159,7 @@ def launch_for(config: Any) -> Launch:
 
     Raises:
         ConfigError: no base or adapter config was given, or the arguments do not fit.
+        PlatformError: ranks would compute FP8 products on different backends or in different modes.
     """
     for hook in config.pre_wrap_hooks:
         owner = getattr(hook, "__self__", None)
@@ -163,6 +167,9 @@ def launch_for(config: Any) -> Launch:
             return owner
     args = get_args()
     check_arguments(args)
+    use_fp8_everywhere(
+        backend=getattr(args, "fp8_backend", None), mode=getattr(args, "fp8_mode", None)
+    )
     model_dir = _given(args, "hf_model", MODEL_VARIABLE, "a Hugging Face directory of the base")
     adapter = load_adapter_config(
         _given(args, "adapter_config", ADAPTER_VARIABLE, "an adapter YAML file")
@@ -171,11 +178,13 @@ def launch_for(config: Any) -> Launch:
     glm = load_glm_config(model_dir)
     check_layout(glm, current_layout())
     check_transformer_config(config.transformer, glm)
+    checkpoint = open_checkpoint(model_dir)
+    check_weight_hashes(checkpoint.directory)
     launch = Launch(
         model_dir=model_dir,
         glm=glm,
         adapter=adapter,
-        checkpoint=open_checkpoint(model_dir),
+        checkpoint=checkpoint,
         seed=args.seed,
         keep_last=getattr(args, "keep_last", None),
     )

@@ -32,6 +32,7 @@ from megatron_xorl.layers.base import install_head, load_base
 from megatron_xorl.parallel.layout import current_layout
 from megatron_xorl.specs import block_spec, transformer_config
 from megatron_xorl.weights.fingerprint import fingerprint
+from megatron_xorl.weights.hashed_load import check_weight_hashes
 from megatron_xorl.weights.opening import Checkpoint, open_checkpoint
 
 __all__ = [
@@ -79,7 +80,11 @@ def build_model(
 
 
 def load_model(
-    hf_dir: str | Path, adapters: AdapterConfig | None = None, dtype: torch.dtype = torch.float32
+    hf_dir: str | Path,
+    adapters: AdapterConfig | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    hashes: bool | None = None,
 ) -> GPTModel:
     """Build the model of a Hugging Face directory on this rank and load its base, frozen.
 
@@ -87,13 +92,17 @@ def load_model(
         hf_dir: directory with ``config.json`` and safetensors shards, FP8 or BF16, or what ``megatron-xorl import`` made of one.
         adapters: attach these at once (see :func:`attach_adapters`).
         dtype: compute dtype; FP8 codes and scales keep the file's bytes either way.
+        hashes: compare the hashes of the weights where there is a manifest, each file once a host; None: unless the
+            environment says no (``weights.hashed_load``).
 
     Raises:
         ConfigError, WeightsError, LayoutError: what is wrong with the directory, or with the layout for it.
     """
     glm = load_glm_config(hf_dir)
     model = build_model(glm, dtype=dtype)
-    prepare_model(model, glm, open_checkpoint(hf_dir))
+    checkpoint = open_checkpoint(hf_dir)
+    check_weight_hashes(checkpoint.directory, hashes)
+    prepare_model(model, glm, checkpoint)
     if adapters is not None:
         attach_adapters(model, adapters)
     return model

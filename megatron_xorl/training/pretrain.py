@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from megatron_xorl.config.model import load_glm_config
+from megatron_xorl.fp8.engine import BACKENDS, MODES
 from megatron_xorl.parallel.cpu import repair_megatron, use_cpu
 from megatron_xorl.training.chat import ChatTokenizer
-from megatron_xorl.training.data import IGNORED, ChatDataset, TrainingSamples, check_batches
+from megatron_xorl.training.data import ChatDataset, TrainingSamples, check_batches
 
 __all__ = ["add_arguments", "forward_step", "loss_function", "main", "pretrain"]
 
@@ -133,10 +134,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="repeat data smaller than one global batch, in order",
     )
     group.add_argument("--metrics", default=None, help="metrics.jsonl to append to")
+    add_engine_arguments(group)
     group.add_argument(
         "--keep-last", type=int, default=None, help="keep this many newest checkpoints"
     )
     return parser
+
+
+def add_engine_arguments(group: Any) -> None:
+    """Add how FP8 products are computed, which a launch script of another's may offer too."""
+    group.add_argument(
+        "--fp8-backend", choices=BACKENDS, default=None, help="what computes products with the FP8 base"
+    )  # fmt: skip
+    group.add_argument(
+        "--fp8-mode", choices=MODES, default=None, help="w8a8 quantises the activations of the forward"
+    )  # fmt: skip
+    group.add_argument(
+        "--allow-forward-change",
+        action="store_true",
+        help="resume a checkpoint that was trained with another FP8 mode or backend",
+    )
 
 
 def _train_valid_test_datasets(
@@ -167,8 +184,7 @@ def forward_step(
     batch = {
         key: value.to(torch.cuda.current_device()) for key, value in next(data_iterator).items()
     }
-    labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, 0)
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=labels)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return losses, functools.partial(loss_function, batch["loss_mask"])
 
 

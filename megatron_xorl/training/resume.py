@@ -11,16 +11,18 @@ Refused: a pointer that is no iteration, another base, other adapters, another f
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.errors import CheckpointError
-from megatron_xorl.fp8.linear import FORWARD
+from megatron_xorl.fp8.engine import forward_record
 from megatron_xorl.weights.manifest import MANIFEST
 
 __all__ = [
+    "ANY_FORWARD",
     "FORMAT_VERSION",
     "LATEST",
     "check_agrees",
@@ -31,10 +33,15 @@ __all__ = [
     "run_identity",
 ]
 
+logger = logging.getLogger(__name__)
+
 FORMAT_VERSION = 1
 LATEST = "latest"
 REPLACED = ".replaced"
 UNFINISHED = (REPLACED, ".partial")
+ANY_FORWARD: dict[str, Any] = {}
+"""In the place of a run's ``forward``: a checkpoint of any mode and backend may be resumed (``--allow-forward-change``)."""
+
 MAX_DIGITS = 15  # of an iteration; more is damage, and no file name can hold hundreds
 
 
@@ -43,7 +50,7 @@ def run_identity(base_fingerprint: str, adapter: AdapterConfig, seed: int) -> di
     return {
         "base": {"fingerprint": base_fingerprint},
         "adapter": adapter.to_dict() | {"seed": seed},
-        "forward": dict(FORWARD),
+        "forward": forward_record(),
     }
 
 
@@ -121,6 +128,9 @@ def check_agrees(directory: Path, manifest: dict[str, Any], expected: dict[str, 
     differences = []
     for section in ("base", "adapter", "forward"):
         saved, wanted = manifest.get(section, {}), expected[section]
+        if wanted is ANY_FORWARD:
+            _note_change(directory, saved)
+            continue
         differences += [
             f"{section}.{key}: checkpoint has {saved.get(key)!r}, this run has {wanted.get(key)!r}"
             for key in sorted(saved.keys() | wanted.keys())
@@ -129,7 +139,13 @@ def check_agrees(directory: Path, manifest: dict[str, Any], expected: dict[str, 
     if differences:
         raise CheckpointError(
             f"{directory} is of another run: {'; '.join(differences)}; resume with the same base and adapter config"
+            + (", or pass --allow-forward-change" if differences[-1].startswith("forward.") else "")
         )
+
+
+def _note_change(directory: Path, saved: dict[str, str]) -> None:
+    if saved != (now := forward_record()):
+        logger.warning("%s was trained with forward %s and goes on with %s", directory, saved, now)
 
 
 def check_version(directory: Path, manifest: dict[str, Any]) -> None:

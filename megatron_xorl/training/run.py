@@ -24,10 +24,12 @@ from megatron_xorl.config.layout import ParallelLayout, check_layout
 from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.config.run import RunConfig
 from megatron_xorl.errors import CheckpointError, ConfigError, nearest
+from megatron_xorl.fp8.engine import use_fp8
 from megatron_xorl.parallel.cpu import use_cpu
 from megatron_xorl.training.chat import ChatTokenizer
 from megatron_xorl.training.data import ChatDataset, TrainingSamples, check_batches
 from megatron_xorl.training.resume import (
+    ANY_FORWARD,
     check_agrees,
     checkpoint_directory,
     latest_iteration,
@@ -105,7 +107,11 @@ def _check_resume(run: RunConfig, glm: GlmConfig, base: Checkpoint) -> None:
         return
     directory = checkpoint_directory(run.checkpoint_dir, iteration)
     manifest = read_manifest(directory)
-    check_agrees(directory, manifest, run_identity(fingerprint(glm, base), run.adapter, run.seed))
+    use_fp8(backend=run.model.fp8_backend, mode=run.model.fp8_mode)
+    expected = run_identity(fingerprint(glm, base), run.adapter, run.seed)
+    if run.megatron_args.get("allow_forward_change"):
+        expected |= {"forward": ANY_FORWARD}
+    check_agrees(directory, manifest, expected)
     verify_files(directory, manifest["files"], hashes=False)
     _check_schedule(run, directory, manifest.get("scheduler", {}))
 
@@ -167,9 +173,11 @@ def check_extra_arguments(run: RunConfig, layers: int) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_xorl.training.arguments import RULES
+    from megatron_xorl.training.pretrain import add_engine_arguments
     from megatron_xorl.training.recompute_arguments import recompute_faults
 
     parser = add_megatron_arguments(_Parser(add_help=False))
+    add_engine_arguments(parser)
     known = {option.lstrip("-").replace("-", "_") for option in parser._option_string_actions}
     for name, value in given.items():
         if name not in known:
@@ -207,6 +215,8 @@ def _own_arguments(run: RunConfig) -> dict[str, Any]:
         "chat-repeat": run.data.repeat,
         "seq-length": run.data.seq_length,
         "bf16": run.model.dtype == "bf16",
+        "fp8-backend": run.model.fp8_backend,
+        "fp8-mode": run.model.fp8_mode,
         "tensor-model-parallel-size": sizes.tp,
         "sequence-parallel": sizes.tp > 1,
         "pipeline-model-parallel-size": sizes.pp,

@@ -1,213 +1,232 @@
-"""Read and write adapter directories: ``adapter_config.json`` beside one safetensors file, or shards and an index above a size.
+"""Read adapter directories: ``adapter_config.json`` beside one safetensors file, or shards and an index.
 
-The file holds exactly the factors that trained: A and B in pairs, no zero-size tensor, key set
-equal to the list it was written from. Writing goes to a sibling directory that is renamed when it
-is complete; an existing output is refused.
+The one idea: whatever the format and whoever wrote it, a directory is read as logical factors in their full shapes. Headers are
+read and checked first (``adapters.recovery``); values are read factor by factor, or the slice of one that a rank holds.
+
+An expanded form holds a factor that experts share once an expert; reading one compares all copies and refuses the first that
+differs, since the shared form could hold one of them alone.
+
+Refused: pickled weights, files outside the directory, tensors that are no factors, half pairs, inf and NaN when they are read.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_xorl.adapters.formats import PREFIX, adapter_document, file_key
+from megatron_xorl.adapters.formats import Entry, check_format, inventory_hash
 from megatron_xorl.adapters.inventory import Factor
+from megatron_xorl.adapters.peft_config import foreign_adapter
+from megatron_xorl.adapters.recovery import recover
 from megatron_xorl.config.adapter import AdapterConfig
-from megatron_xorl.errors import AdapterError
-from megatron_xorl.fp8.linear import FORWARD
-from megatron_xorl.weights.writer import write_checkpoint
+from megatron_xorl.errors import AdapterError, WeightsError
+from megatron_xorl.weights.adapter_layouts import split_columns, split_rows
+from megatron_xorl.weights.adapter_writer import CONFIG_NAME, INDEX_NAME, STEM, WEIGHTS_NAME
+from megatron_xorl.weights.shards import read_header
 
-__all__ = ["CONFIG_NAME", "ITEM_BYTES", "WEIGHTS_NAME", "AdapterFile", "write_adapter"]
-
-CONFIG_NAME = "adapter_config.json"
-STEM = "adapter_model"
-WEIGHTS_NAME = f"{STEM}.safetensors"
-INDEX_NAME = f"{STEM}.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9
-
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-"""Bytes of an element by the dtypes that factors may have, as safetensors spells them."""
-
-_KEY = re.compile(
-    re.escape(PREFIX) + r"(model\.layers\.\d+\.(self_attn|mlp)(\.\w+)+|lm_head)\.lora_[AB]\.weight"
-)
-
-
-def write_adapter(
-    out: Path,
-    factors: tuple[Factor, ...],
-    tensors: Mapping[str, Tensor],
-    adapter: AdapterConfig,
-    *,
-    base_model: str,
-    base_fingerprint: str,
-    forward: Mapping[str, str] = FORWARD,
-    max_bytes: int = SHARD_BYTES,
-) -> Path:
-    """Write an adapter directory in ``sglang_shared_outer`` form.
-
-    Args:
-        out: directory to make; must not exist.
-        factors: the factors that trained, in inventory order.
-        tensors: ``{factor name: tensor of its full logical shape}``, exactly those factors.
-        adapter: the configuration that trained them.
-        base_model, base_fingerprint: the base they were trained on.
-        forward: mode and backend of the base's products while they trained.
-        max_bytes: above this the weights are sharded with an index.
-
-    Raises:
-        AdapterError: ``out`` exists, a factor is missing, half a pair, or of another shape.
-    """
-    if out.exists():
-        raise AdapterError(f"{out} exists; choose another output directory or remove it")
-    _check_complete(factors, tensors)
-    document = adapter_document(
-        adapter,
-        factors,
-        base_model=base_model,
-        base_fingerprint=base_fingerprint,
-        forward=forward,
-    )
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    named = {file_key(factor): tensors[factor.name].contiguous() for factor in factors}
-    size = sum(tensor.numel() * tensor.element_size() for tensor in named.values())
-    if size <= max_bytes:
-        save_file(named, partial / WEIGHTS_NAME, metadata={"format": "pt"})
-    else:
-        write_checkpoint(partial, named, max_bytes=max_bytes, stem=STEM)
-    (partial / CONFIG_NAME).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    os.rename(partial, out)
-    return out
-
-
-def _check_complete(factors: tuple[Factor, ...], tensors: Mapping[str, Tensor]) -> None:
-    faults = []
-    sides: dict[str, str] = {}
-    for factor in factors:
-        sides[factor.target] = sides.get(factor.target, "") + factor.side
-        tensor = tensors.get(factor.name)
-        if tensor is None:
-            faults.append(f"{factor.name} is missing")
-        elif tuple(tensor.shape) != factor.shape or tensor.numel() == 0:
-            faults.append(f"{factor.name} is {list(tensor.shape)}, expected {list(factor.shape)}")
-    faults += [
-        f"{target} has only lora_{found}"
-        for target, found in sides.items()
-        if sorted(found) != ["A", "B"]
-    ]
-    faults += [
-        f"{name} is not a factor of this adapter"
-        for name in tensors.keys() - {factor.name for factor in factors}
-    ]
-    if faults:
-        raise AdapterError(f"the adapter is incomplete: {'; '.join(faults[:5])}")
+__all__ = ["AdapterFile"]
 
 
 class AdapterFile:
-    """An adapter directory on disk.
+    """An adapter directory on disk, in any of the formats, by whomever.
+
+    Attributes:
+        format: ``sglang_shared_outer``, ``hf_peft`` or ``hf_peft_fused``, told from the keys.
+        factors: what it holds, in model order.
+        adapter: the configuration that builds exactly these factors on the base.
+        base_model, base_fingerprint: of the base; the fingerprint is None where the writer did not record one.
+        own: whether this package wrote it.
 
     Args:
-        directory: as written by :func:`write_adapter`.
+        directory: of the adapter.
 
     Raises:
-        AdapterError: files are missing or damaged, a tensor is no factor or of a dtype that factors do not have, or the
-            directory was not written by this package.
+        AdapterError: files are missing or damaged, a tensor is no factor, or the configuration asks for more than LoRA.
     """
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
         self.document = self._read_config()
         base = self.document.get("base_model_name_or_path")
-        if not isinstance(base, str):
+        self.own = "megatron_xorl" in self.document
+        if not isinstance(base, str) and (self.own or base is not None):
             raise AdapterError(
                 f"{self.directory / CONFIG_NAME}: base_model_name_or_path is {base!r}, expected the name of the base; "
                 "export the adapter again"
             )
-        self.base_model: str = base
-        own = self.document.get("megatron_xorl")
-        if not isinstance(own, dict) or own.get("format") != "sglang_shared_outer":
-            raise AdapterError(
-                f"{self.directory / CONFIG_NAME} has no megatron_xorl section with format sglang_shared_outer; "
-                "only adapters written by megatron-xorl can be loaded"
-            )
-        if not isinstance(own.get("adapter"), dict) or not isinstance(
-            own.get("base_fingerprint"), str
-        ):
-            raise AdapterError(
-                f"{self.directory / CONFIG_NAME} lacks adapter or base_fingerprint in its megatron_xorl section; "
-                "export the adapter again"
-            )
-        self.adapter = AdapterConfig.from_dict(own["adapter"], str(self.directory / CONFIG_NAME))
-        self.base_fingerprint: str = own["base_fingerprint"]
+        self.base_model: str = base or ""
         self._files = self._locate()
+        found = recover(self.tensors(), self.document, str(self.directory))
+        self.format, self.factors = found.format, found.factors
+        self._spelled = found.spelled
+        self._by_name = {factor.name: factor for factor in found.factors}
+        self._holds: dict[str, list[Entry]] = {}
+        for entry in found.entries:
+            for name in entry.sources:
+                self._holds.setdefault(name, []).append(entry)
+        self.base_fingerprint: str | None = None
+        if self.own:
+            self.adapter = self._own_section()
+        else:
+            self.adapter = foreign_adapter(
+                self.document, self.factors, self.format, str(self.directory / CONFIG_NAME)
+            )
+
+    @property
+    def forward(self) -> dict[str, str] | None:
+        """Mode and backend of the base's products while it trained; None where nobody recorded it."""
+        own = self.document.get("megatron_xorl")
+        told = own.get("forward") if isinstance(own, dict) else None
+        return (
+            {str(key): str(value) for key, value in told.items()}
+            if isinstance(told, dict)
+            else None
+        )
 
     def keys(self) -> set[str]:
-        """Keys of all tensors in the file or its shards."""
+        """Keys of all tensors in the file or its shards, as they are spelled there."""
         return set(self._files)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """``{key: (shape, dtype as safetensors spells it)}`` of every tensor, from the headers alone."""
-        found = {}
-        for name in dict.fromkeys(self._files.values()):
-            with safe_open(str(self.directory / name), framework="pt", device="cpu") as stream:
-                for key in stream.keys():  # noqa: SIM118 - safe_open is no mapping
-                    part = stream.get_slice(key)
-                    found[key] = (tuple(part.get_shape()), part.get_dtype())
-        return found
+        return {key: (shape, dtype) for key, (_, shape, dtype) in self._files.items()}
 
     def read(self, factor: Factor, slices: tuple[slice, ...] | None = None) -> Tensor:
         """Return a factor, or the part of it given by one slice an axis.
 
         Raises:
-            AdapterError: it is not in the file, has another shape, or holds inf or NaN.
+            AdapterError: it is not in the file, has another shape, holds inf or NaN, or its copies differ.
         """
-        key = file_key(factor)
-        if key not in self._files:
+        own = self._by_name.get(factor.name)
+        if own is None:
             raise AdapterError(
-                f"{self.directory} holds no {key}; it was trained with other targets or another scope"
+                f"{self.directory} holds no {factor.name}; it was trained with other targets or another scope"
             )
-        with safe_open(
-            str(self.directory / self._files[key]), framework="pt", device="cpu"
-        ) as stream:
-            part = stream.get_slice(key)
-            if tuple(part.get_shape()) != factor.shape:
-                raise AdapterError(
-                    f"{key} is {part.get_shape()}, the model needs {list(factor.shape)}; it is of another base or rank"
-                )
-            value: Tensor = part[slices] if slices is not None else stream.get_tensor(key)
+        if own.shape != factor.shape:
+            raise AdapterError(
+                f"{factor.name} is {list(own.shape)}, the model needs {list(factor.shape)}; it is of another base or rank"
+            )
+        if slices is None:
+            slices = tuple(slice(0, size) for size in factor.shape)
+        value = self._values(own, slices)
         finite = torch.isfinite(value)
         if not finite.all():
             raise AdapterError(
-                f"{key} has {int((~finite).sum())} inf or NaN values of {value.numel()}, expected finite ones; "
-                "export an earlier checkpoint"
+                f"{self._holds[own.name][0].key} has {int((~finite).sum())} inf or NaN values of {value.numel()}, "
+                "expected finite ones; export an earlier checkpoint"
             )
         return value
 
-    def check_keys(self, factors: tuple[Factor, ...]) -> None:
-        """Compare the file's keys with the factors of a model, both ways.
+    def check_factors(self, wanted: tuple[Factor, ...]) -> None:
+        """Compare the file's factors with others, by name, both ways.
 
         Raises:
             AdapterError: lists what is missing and what is extra.
         """
-        wanted = {file_key(factor) for factor in factors}
-        missing, extra = sorted(wanted - self.keys()), sorted(self.keys() - wanted)
+        names, held = {factor.name for factor in wanted}, {factor.name for factor in self.factors}
+        missing = [factor.name for factor in wanted if factor.name not in held]
+        extra = [factor.name for factor in self.factors if factor.name not in names]
         if missing or extra:
             raise AdapterError(
                 f"{self.directory} does not fit the model: {len(missing)} factors missing{_first(missing)}, "
                 f"{len(extra)} extra{_first(extra)}; load it with the adapter config it was trained with"
             )
+
+    def _values(self, factor: Factor, slices: tuple[slice, ...]) -> Tensor:
+        entries = self._holds[factor.name]
+        first = entries[0]
+        if first.transform == "same":
+            return self._part(first.key, slices)
+        if first.transform == "expert":
+            if factor.shared:
+                return self._shared_copy(factor, entries, slices[1:]).unsqueeze(0)
+            chosen = entries[slices[0]]
+            return torch.stack([self._part(entry.key, slices[1:]) for entry in chosen])
+        full = self._unfused(factor, first)
+        if factor.shared:
+            for expert in range(1, full.shape[0]):
+                self._refuse_difference(factor, full[0], full[expert], first.key, expert)
+            full = full[:1]
+        return full[slices].contiguous()
+
+    def _shared_copy(
+        self, factor: Factor, entries: list[Entry], slices: tuple[slice, ...]
+    ) -> Tensor:
+        first = self._part(entries[0].key, slices)
+        for entry in entries[1:]:
+            other = self._part(entry.key, slices)
+            self._refuse_difference(factor, first, other, entry.key, entry.expert or 0)
+        return first
+
+    def _refuse_difference(
+        self, factor: Factor, first: Tensor, other: Tensor, key: str, expert: int
+    ) -> None:
+        if not torch.equal(_bits(first), _bits(other)):
+            raise AdapterError(
+                f"{self.directory}: {key} differs between expert 0 and expert {expert}, but {factor.name} is one factor for all "
+                "experts here; an adapter trained with a factor an expert cannot be loaded"
+            )
+
+    def _unfused(self, factor: Factor, entry: Entry) -> Tensor:
+        """``[E, …]`` of one factor of a bank as PEFT stores it."""
+        value = self._part(entry.key, (slice(None), slice(None)))
+        part, parts = entry.sources.index(factor.name), len(entry.sources)
+        stacked = entry.shape[0] if factor.side == "A" else entry.shape[1]
+        experts = stacked // (factor.rank * parts)
+        if factor.side == "A":
+            return split_rows(value, experts, part, parts)
+        own, rest = split_columns(value, experts, part, parts)
+        if rest.count_nonzero():
+            raise AdapterError(
+                f"{self.directory}: {entry.key} mixes the ranks of gate and up, which are independent factors here; "
+                "an adapter that PEFT trained on gate_up_proj cannot be loaded"
+            )
+        return own
+
+    def _part(self, key: str, slices: tuple[slice, ...]) -> Tensor:
+        spelled = self._spelled[key]
+        path = self.directory / self._files[spelled][0]
+        with safe_open(str(path), framework="pt", device="cpu") as stream:
+            value: Tensor = stream.get_slice(spelled)[slices]
+        return value
+
+    def _own_section(self) -> AdapterConfig:
+        path, own = self.directory / CONFIG_NAME, self.document["megatron_xorl"]
+        if not isinstance(own, dict) or not isinstance(own.get("format"), str):
+            raise AdapterError(
+                f"{path} has a megatron_xorl section without format; export the adapter again"
+            )
+        check_format(own["format"])
+        fingerprint = own.get("base_fingerprint")
+        known = isinstance(fingerprint, str) or ("base_fingerprint" in own and fingerprint is None)
+        if not isinstance(own.get("adapter"), dict) or not known:
+            raise AdapterError(
+                f"{path} lacks adapter or base_fingerprint in its megatron_xorl section; export the adapter again"
+            )
+        adapter = AdapterConfig.from_dict(own["adapter"], str(path))
+        alpha = self.document.get("lora_alpha")
+        if alpha != adapter.alpha:
+            raise AdapterError(
+                f"{path}: lora_alpha is {alpha!r}, its megatron_xorl section says {adapter.alpha:g}; export the adapter again"
+            )
+        banks = any(factor.region == "routed_experts" for factor in self.factors)
+        if own["format"] != self.format:
+            if banks:
+                raise AdapterError(
+                    f"{path} says format {own['format']}, the keys are those of {self.format}; export the adapter again"
+                )
+            self.format = own["format"]  # without a bank all formats have the same keys
+        if "inventory_hash" in own and own["inventory_hash"] != inventory_hash(self.factors):
+            raise AdapterError(
+                f"{self.directory} does not hold the factors that its {CONFIG_NAME} was written for; export the adapter again"
+            )
+        self.base_fingerprint = fingerprint
+        return adapter
 
     def _read_config(self) -> dict[str, Any]:
         path = self.directory / CONFIG_NAME
@@ -231,51 +250,66 @@ class AdapterFile:
             raise AdapterError(f"{path} holds no JSON object; export the adapter again")
         return document
 
-    def _locate(self) -> dict[str, str]:
-        """``{key: file name}``, every file opened once to see that it is whole."""
-        names = [WEIGHTS_NAME]
+    def _locate(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
+        """``{key: (file name, shape, dtype)}``, from the checked header of every file."""
+        names, index = [WEIGHTS_NAME], None
         if (self.directory / INDEX_NAME).is_file():
-            names = self._indexed()
-        located: dict[str, str] = {}
+            index = self._index()
+            names = sorted(set(index.values()))
+        elif not (self.directory / WEIGHTS_NAME).is_file():
+            self._refuse_pickled()
+        located: dict[str, tuple[str, tuple[int, ...], str]] = {}
         for name in names:
-            path = self.directory / name
             try:
-                with safe_open(str(path), framework="pt", device="cpu") as stream:
-                    dtypes = {key: stream.get_slice(key).get_dtype() for key in stream.keys()}  # noqa: SIM118
-            except Exception as error:  # safetensors raises its own type, not an OSError
+                entries = read_header(self.directory / name)
+            except (WeightsError, OSError) as error:
                 raise AdapterError(
-                    f"{path} cannot be read ({error}); export the adapter again"
+                    f"{self.directory / name} cannot be read ({error}); export the adapter again"
                 ) from error
-            for key, dtype in dtypes.items():
-                _check_entry(path, key, dtype)
-            located.update(dict.fromkeys(dtypes, name))
+            for key, entry in entries.items():
+                if index is not None and index.get(key) != name:
+                    raise AdapterError(
+                        f"{self.directory / name} holds {key}, which the index puts into {index.get(key)}; "
+                        "export the adapter again"
+                    )
+                located[key] = (name, entry.shape, entry.dtype)
+        if index is not None and (lost := sorted(index.keys() - located.keys())):
+            raise AdapterError(
+                f"{self.directory / INDEX_NAME} names {lost[0]}, which no shard holds; export the adapter again"
+            )
         return located
 
-    def _indexed(self) -> list[str]:
-        """Shards that the index names; all lie in the directory."""
+    def _refuse_pickled(self) -> None:
+        if pickled := sorted(self.directory.glob(f"{STEM}*.bin")):
+            raise AdapterError(
+                f"{self.directory} has pickled weights ({pickled[0].name}); loading them would run code: save the adapter as "
+                "safetensors"
+            )
+
+    def _index(self) -> dict[str, str]:
+        """``{key: shard}``; all shards lie in the directory."""
         path = self.directory / INDEX_NAME
         try:
-            names = sorted(set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, TypeError, KeyError, AttributeError):
+            table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            names = sorted(set(table.values()))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise AdapterError(
                 f"{path} is no index of shards (a weight_map of keys to file names); export the adapter again"
             ) from None
-        if outside := [name for name in names if Path(name).name != name]:
-            raise AdapterError(
-                f"{path} names {outside[0]!r}, which is not a file of this index's directory; export the adapter again"
-            )
-        return names
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+                raise AdapterError(
+                    f"{path} names {name!r}, which is not a file of this index's directory; export the adapter again"
+                )
+            if not name.endswith(".safetensors"):
+                raise AdapterError(
+                    f"{path} names {name!r}, expected a .safetensors file: pickled weights run code"
+                )
+        return dict(table)
 
 
-def _check_entry(path: Path, key: str, dtype: str) -> None:
-    if not _KEY.fullmatch(key):
-        raise AdapterError(
-            f"{path} holds {key}, which is no LoRA factor of this model family; export the adapter again"
-        )
-    if dtype not in ITEM_BYTES:
-        raise AdapterError(
-            f"{path}: {key} is {dtype}, expected one of {', '.join(ITEM_BYTES)}; export the adapter again"
-        )
+def _bits(value: Tensor) -> Tensor:
+    return value.contiguous().view(torch.uint8)
 
 
 def _first(names: list[str]) -> str:

@@ -1,54 +1,61 @@
 """What an adapter directory holds, told from its own files: no base, no model.
 
 The one idea: counts come from the tensors in the file, so the report cannot repeat a wrong claim of
-``adapter_config.json``; only format, scope and base are taken from there.
+``adapter_config.json``; only scope and base are taken from there.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from megatron_xorl.adapters.formats import FORMATS, file_size
 from megatron_xorl.adapters.scopes import REGIONS
-from megatron_xorl.weights.adapter_files import ITEM_BYTES, AdapterFile
+from megatron_xorl.adapters.servers import server_notes
+from megatron_xorl.errors import AdapterError
+from megatron_xorl.weights.adapter_files import AdapterFile
+from megatron_xorl.weights.adapter_writer import SPELLED
 
 __all__ = ["adapter_report"]
-
-_REGION_OF = (
-    (".self_attn.", "attention"),
-    (".mlp.experts.", "routed_experts"),
-    (".mlp.shared_experts.", "shared_experts"),
-    (".mlp.", "dense_mlp"),
-    (".lm_head.", "lm_head"),
-)
 
 
 def adapter_report(file: AdapterFile) -> dict[str, Any]:
     """Describe an adapter directory.
 
     Returns:
-        ``format``, ``scope``, ``rank`` (as configured: a number, or numbers by region), ``alpha``, ``dtype``, ``factors``,
-        ``parameters`` and ``bytes`` (each ``total`` and ``by_region``), ``base_model``, ``base_fingerprint``.
+        ``format``, ``scope``, ``rank`` (as configured: a number, or numbers by region), ``alpha``, ``scale`` (by region, where
+        ``dtype``, ``factors``, ``parameters`` and ``bytes`` (logical, each ``total`` and ``by_region``),
+        ``sizes`` (bytes the same factors take in each format that can hold them), ``base_model``, ``base_fingerprint``,
+        ``written_by`` (``megatron-xorl`` or ``others``), ``servers``.
     """
-    tensors = file.tensors()
     totals = {name: dict.fromkeys(REGIONS, 0) for name in ("factors", "parameters", "bytes")}
-    for key, (shape, dtype) in tensors.items():
-        region = next(name for part, name in _REGION_OF if part in key)
-        size = math.prod(shape)
-        totals["factors"][region] += 1
-        totals["parameters"][region] += size
-        totals["bytes"][region] += size * ITEM_BYTES[dtype]
-    own = file.document["megatron_xorl"]
+    for factor in file.factors:
+        totals["factors"][factor.region] += 1
+        totals["parameters"][factor.region] += factor.numel
+        totals["bytes"][factor.region] += factor.nbytes
     return {
-        "format": own["format"],
+        "format": file.format,
         "scope": file.adapter.glm52_lora_scope,
         "rank": file.adapter.rank,
         "alpha": file.adapter.alpha,
-        "dtype": sorted({dtype for _, dtype in tensors.values()}),
+        "rslora": file.adapter.rslora,
+        "dtype": sorted({SPELLED[factor.dtype] for factor in file.factors}),
         **{
             name: {"total": sum(by_region.values()), "by_region": by_region}
             for name, by_region in totals.items()
         },
+        "sizes": _sizes(file),
         "base_model": file.base_model,
         "base_fingerprint": file.base_fingerprint,
+        "written_by": "megatron-xorl" if file.own else "others",
+        "servers": server_notes(file.factors, file.format, rslora=file.adapter.rslora),
     }
+
+
+def _sizes(file: AdapterFile) -> dict[str, int | None]:
+    sizes: dict[str, int | None] = {}
+    for format in FORMATS:
+        try:
+            sizes[format] = file_size(file.factors, format)
+        except AdapterError:
+            sizes[format] = None
+    return sizes

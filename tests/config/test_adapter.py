@@ -102,6 +102,71 @@ def test_rank_may_differ_by_region() -> None:
         adapter.rank_for("head")
 
 
+@pytest.mark.parametrize("key", ["rslora", "use_rslora"])
+def test_rslora_divides_alpha_by_the_root_of_the_rank(key: str) -> None:
+    """As PEFT does it: ``lora_alpha / math.sqrt(r)`` with ``use_rslora``."""
+    rank = {"routed_experts": 4, "default": 64}
+    plain, rooted = (
+        AdapterConfig(rank=rank, alpha=32),
+        AdapterConfig(rank=rank, alpha=32, **{key: True}),
+    )
+    for region, by_rank, by_root in [("routed_experts", 8.0, 16.0), ("lm_head", 0.5, 4.0)]:
+        assert (plain.scale_for(region), rooted.scale_for(region)) == (by_rank, by_root)
+    assert (plain.scale_of(16), rooted.scale_of(16)) == (2.0, 8.0)
+    assert AdapterConfig.from_dict(rooted.to_dict()) == rooted
+    assert "rslora" not in plain.to_dict()
+    assert "expected true or false" in refused(**{key: "yes"})
+    assert "same setting" in refused(rslora=True, use_rslora=True)
+
+
+@pytest.mark.slow  # importing PEFT takes seconds
+def test_the_scale_is_the_one_that_peft_applies() -> None:
+    from peft import LoraConfig, get_peft_model
+    from torch import nn
+
+    for rslora in (False, True):
+        ours = AdapterConfig(rank=8, alpha=12.5, rslora=rslora)
+        theirs = LoraConfig(r=8, lora_alpha=12.5, use_rslora=rslora, target_modules=["0"])
+        model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), theirs)
+        scaling = model.get_submodule("base_model.model.0").scaling
+        assert scaling == {"default": ours.scale_for("attention")}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("alpha", 0, "alpha is 0, expected a positive number"),
+        ("alpha", -16, "alpha is -16, expected a positive number"),
+        ("alpha", "inf", "alpha: found 'inf', expected a finite number"),
+        ("alpha", float("nan"), "alpha: found nan, expected a finite number"),
+        ("alpha", True, "alpha: found the boolean true"),
+        ("alpha", None, "alpha is missing; write it (for example alpha: 32)"),
+        ("alpha", [8], "alpha: found [8], expected a finite number"),
+        ("rank", 0, "rank: found 0, expected at least 1 and at most 16384"),
+        ("rank", -8, "rank: found -8, expected at least 1"),
+        ("rank", 8.5, "rank: found 8.5, expected a whole number"),
+        ("rank", 10**9, "rank: found 1000000000, expected at least 1 and at most 16384"),
+        ("rank", None, "rank is missing; write it (for example rank: 16)"),
+        ("rank", {}, "no rank for attention"),
+        ("rank", {"default": 8, "lm_head": True}, "rank: lm_head: found the boolean true"),
+        ("rank", {"default": 8, "lm_head": 0}, "rank: lm_head: found 0, expected at least 1"),
+        ("rank", {"default": 8, 3: 1}, "unknown region 3"),
+        ("dropout", -0.1, "dropout is -0.1, expected 0 or more and less than 1"),
+        ("dropout", 1, "dropout is 1, expected 0 or more and less than 1"),
+        ("dropout", True, "dropout: found the boolean true"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_with_what_can(key: str, value: Any, says: str) -> None:
+    assert says in refused(**{key: value})
+
+
+@pytest.mark.parametrize("value", [16, 16.0, "16", "1.6e1"])
+def test_alpha_may_be_a_whole_number_or_not(value: Any) -> None:
+    assert AdapterConfig(rank=8, alpha=value).scale_for("attention") == 2.0
+    assert AdapterConfig(rank=8, alpha=0.5).scale_for("attention") == 0.0625
+    assert AdapterConfig(rank=8, alpha=8, dropout=0.5).dropout == 0.5
+
+
 def test_xorl_spellings_mean_the_same() -> None:
     xorl = {
         "enable_lora": True,
@@ -157,7 +222,7 @@ def test_targets_are_strings_or_entries_with_promises() -> None:
         ([True], "the boolean true"),
         ([{"pattern": "a", "cout": 1}], "did you mean 'count'"),
         ([{"count": 1}], "pattern is missing"),
-        ([{"pattern": "a", "rank": 0}], "rank is 0"),
+        ([{"pattern": "a", "rank": 0}], "entry 1, 'a': rank: found 0"),
     ]:
         assert says in refused(targets=wrong)
 

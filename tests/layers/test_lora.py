@@ -84,3 +84,35 @@ def test_attached_factors_are_named_shaped_and_scaled_as_the_inventory_says(
         assert not pair.lora_B.count_nonzero() and pair.lora_A.count_nonzero()
         piece = pair.slices["A"]
         assert torch.equal(pair.lora_A, draw_lora_A(piece, seed=1234))
+
+
+def test_rslora_and_a_manifest_rank_scale_what_the_forward_adds(tiny_dir: Path) -> None:
+    """alpha / sqrt(rank) of the entry's own rank, read off the forward: it is the only unknown in ``y - base(x)``."""
+    use_one_process()
+    from megatron_xorl.layers.attach import lora_pairs
+    from megatron_xorl.layers.switch import disable_adapters
+    from megatron_xorl.training.model import load_model
+    from tests.training.harness import randomise
+
+    targets = [{"pattern": "*.q_a_proj", "count": 4, "rank": 9}, "*.o_proj"]
+    model = load_model(
+        tiny_dir, AdapterConfig(rank=4, alpha=6, rslora=True, lora_target_modules=targets)
+    )
+    randomise(model)
+    assert {pair.target.rpartition(".")[2]: pair.scale for pair in lora_pairs(model)} == {
+        "q_a_proj": 6 / 9**0.5,
+        "o_proj": 6 / 4**0.5,
+    }
+    attention = model.decoder.layers[0].self_attention
+    for linear, expected in ((attention.linear_q_down_proj, 2.0), (attention.linear_proj, 3.0)):
+        (pair,) = linear.adapters.values()
+        x = torch.randn(5, linear.base.shape[1], generator=torch.Generator().manual_seed(1))
+        with torch.no_grad(), disable_adapters(model):
+            base = linear(x)[0]
+        with torch.no_grad():
+            added = (linear(x)[0] - base).double()
+            unscaled = x.double() @ pair.lora_A.double().t() @ pair.lora_B.double().t()
+        assert float((added * unscaled).sum() / unscaled.square().sum()) == pytest.approx(
+            expected, rel=1e-5
+        )
+        assert (added - expected * unscaled).norm() <= 1e-5 * added.norm()

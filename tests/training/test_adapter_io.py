@@ -17,6 +17,8 @@ from tests.worlds import run_world
 
 pytestmark = pytest.mark.dist
 
+FORMATS = ("sglang_shared_outer", "hf_peft", "hf_peft_fused")
+
 ADAPTER = {"rank": {"routed_experts": 2, "default": 3}, "alpha": 6}
 NARROW = {"rank": 2, "alpha": 4, "glm52_lora_scope": "routed_experts"}
 REGIONS = ("attention", "dense_mlp", "shared_experts", "routed_experts", "lm_head")
@@ -39,40 +41,84 @@ def fill(model: torch.nn.Module, region: str | None = None) -> None:
                 parameter.copy_(piece.of(drawn(1, "master", factor)) * (0.05 if on else 0.0))
 
 
-def export_live(model_dir: Path, folder: Path, adapter: dict[str, Any]) -> dict[str, Any]:
-    """Export from a live model and save a checkpoint of the same factors; one process also gives logits by region."""
+def export_live(
+    model_dir: Path, folder: Path, adapter: dict[str, Any], layout: dict[str, int]
+) -> dict[str, Any]:
+    """Export from a live model in every format and stream it; one process also gives logits by region."""
     import torch.distributed as dist
 
-    from megatron_xorl.training.adapter_io import export_adapter
+    from megatron_xorl.config.adapter import AdapterConfig
+    from megatron_xorl.parallel.cpu import use_cpu
+    from megatron_xorl.parallel.groups import initialize
+    from megatron_xorl.training.adapter_io import export_adapter, iter_adapter
+    from megatron_xorl.training.model import forward_logits, load_model
+
+    use_cpu()
+    initialize(**layout)
+    model = load_model(model_dir, AdapterConfig(**adapter))
+    fill(model)
+    name = "".join(f"{key}{value}" for key, value in layout.items()) or "one"
+    for format in FORMATS:
+        export_adapter(model, folder / f"{format} {name}", format)
+        found = list(iter_adapter(model, format))
+        if dist.get_rank() == 0:
+            stored = load_file(folder / f"{format} {name}" / WEIGHTS)
+            assert [key for key, _ in found] == header_order(folder / f"{format} {name}" / WEIGHTS)
+            for key, value in found:
+                assert value is not None
+                assert torch.equal(value, stored[key]), key
+        else:
+            assert all(value is None for _, value in found)
+        assert len(found) == len(load_file(folder / f"{format} {name}" / WEIGHTS))
+    if layout or adapter != ADAPTER:
+        return {}
+    logits = {}
+    with torch.no_grad():
+        logits["all"] = forward_logits(model, tokens())
+        for region in REGIONS:
+            fill(model, region)
+            logits[region] = forward_logits(model, tokens())
+    return {name: value.numpy() for name, value in logits.items()}
+
+
+def header_order(path: Path) -> list[str]:
+    content = path.read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return [key for key in header if key != "__metadata__"]
+
+
+def export_saved(model_dir: Path, folder: Path) -> None:
+    """Save a training checkpoint of the same factors and export that in every format."""
+    import torch.distributed as dist
+
     from megatron_xorl.training.checkpoint_export import export_checkpoint
-    from megatron_xorl.training.model import forward_logits
     from tests.workers.adapter_job import Job
 
     world = dist.get_world_size()
-    job = Job(model_dir, adapter)
+    job = Job(model_dir, ADAPTER)
     fill(job.model)
-    export_adapter(job.model, folder / f"live {world}")
     job.save(folder / f"checkpoints {world}", 3)
     if dist.get_rank() == 0:
-        export_checkpoint(folder / f"checkpoints {world}", folder / f"checkpoint {world}")
-    if world > 1 or adapter != ADAPTER:
-        return {}
-    with torch.no_grad():
-        found = {"all": forward_logits(job.model, tokens())}
-        for region in REGIONS:
-            fill(job.model, region)
-            found[region] = forward_logits(job.model, tokens())
-    return {name: logits.numpy() for name, logits in found.items()}
+        for format in FORMATS:
+            report = export_checkpoint(
+                folder / f"checkpoints {world}", folder / f"{format} saved{world}", format
+            )
+            assert (report["iteration"], report["format"]) == (3, format)
+            stored = load_file(folder / f"{format} saved{world}" / WEIGHTS)
+            assert report["bytes"] == sum(value.nbytes for value in stored.values())
 
 
 @pytest.fixture(scope="module")
 def exported(
     tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A folder with the same adapter exported four ways, and the logits of the model that it was exported from."""
+    """A folder with one adapter exported from several layouts, and the logits of the model it was exported from."""
     folder = tmp_path_factory.mktemp("exported")
-    (logits,) = run_world(export_live, 1, tiny_dir, folder, ADAPTER)
-    run_world(export_live, 2, tiny_dir, folder, ADAPTER)
+    (logits,) = run_world(export_live, 1, tiny_dir, folder, ADAPTER, {})
+    run_world(export_live, 2, tiny_dir, folder, ADAPTER, {"ep": 2})
+    run_world(export_live, 2, tiny_dir, folder, ADAPTER, {"tp": 2})
+    for world in (1, 2):
+        run_world(export_saved, world, tiny_dir, folder)
     return folder, {name: torch.from_numpy(value) for name, value in logits.items()}
 
 
@@ -84,15 +130,14 @@ def content(directory: Path) -> dict[str, bytes]:
     return {"config": config, WEIGHTS: (directory / WEIGHTS).read_bytes()}
 
 
-def test_an_export_has_the_same_bytes_from_one_process_two_and_their_checkpoints(
-    exported: tuple[Path, dict[str, torch.Tensor]],
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_export_has_the_same_bytes_from_every_layout_and_from_checkpoints(
+    exported: tuple[Path, dict[str, torch.Tensor]], format: str
 ) -> None:
     folder, _ = exported
-    first = content(folder / "live 1")
-    assert content(folder / "live 2")[WEIGHTS] == first[WEIGHTS]
-    for world in (1, 2):
-        assert content(folder / f"checkpoint {world}") == content(folder / f"live {world}")
-    assert content(folder / "live 2")["config"] == first["config"]
+    first = content(folder / f"{format} one")
+    for other in ("ep2", "tp2", "saved1", "saved2"):
+        assert content(folder / f"{format} {other}") == first, other
 
 
 def test_keys_and_shapes_are_those_that_servers_read(
@@ -100,7 +145,7 @@ def test_keys_and_shapes_are_those_that_servers_read(
 ) -> None:
     found = {
         key: tuple(value.shape)
-        for key, value in load_file(exported[0] / "live 1" / WEIGHTS).items()
+        for key, value in load_file(exported[0] / "sglang_shared_outer one" / WEIGHTS).items()
     }
     bank = "base_model.model.model.layers.2.mlp.experts"
     assert {key: shape for key, shape in found.items() if key.startswith(bank)} == {
@@ -175,13 +220,13 @@ def test_merged_by_an_independent_reader_into_transformers_weights_it_gives_our_
         base = oracle(tokens()).logits
         for name in ("all", *REGIONS):
             oracle.load_state_dict(plain)
-            merge(oracle, folder / "live 1", None if name == "all" else name)
+            merge(oracle, folder / "sglang_shared_outer one", None if name == "all" else name)
             expected = oracle(tokens()).logits
             assert (expected - logits[name]).abs().max() <= 1e-5, name
             assert (expected - base).abs().max() > 1e-2, name
         # The control: gate and up in each other's place are another model.
         oracle.load_state_dict(plain)
-        merge(oracle, folder / "live 1", "routed_experts", swap=True)
+        merge(oracle, folder / "sglang_shared_outer one", "routed_experts", swap=True)
         assert (oracle(tokens()).logits - logits["routed_experts"]).abs().max() > 1e-2
 
 
@@ -215,23 +260,68 @@ def test_loading_an_export_gives_the_factors_and_the_logits_back(
     exported: tuple[Path, dict[str, torch.Tensor]], tiny_dir: Path, world: int
 ) -> None:
     folder, logits = exported
-    for found in run_world(load_back, world, tiny_dir, folder / "live 1"):
+    for found in run_world(load_back, world, tiny_dir, folder / "sglang_shared_outer one"):
         assert (found["wrong"], found["factors"]) == ([], 84)
         if world == 1:
             assert torch.equal(torch.from_numpy(found["logits"]), logits["all"])
 
 
-def test_a_narrow_scope_writes_only_what_trained(tiny_dir: Path, tmp_path: Path) -> None:
-    run_world(export_live, 2, tiny_dir, tmp_path, NARROW)
-    keys = load_file(tmp_path / "live 2" / WEIGHTS).keys()
+@pytest.mark.parametrize("format", FORMATS[1:])
+def test_the_peft_forms_load_into_two_ranks_as_well(
+    exported: tuple[Path, dict[str, torch.Tensor]], tiny_dir: Path, format: str
+) -> None:
+    for found in run_world(load_back, 2, tiny_dir, exported[0] / f"{format} one"):
+        assert (found["wrong"], found["factors"]) == ([], 84)
+
+
+def load_narrow(model_dir: Path, folder: Path) -> dict[str, Any]:
+    """Export a narrow adapter and load it into a model of full scope that has other values; compare all logits."""
+    from megatron_xorl.config.adapter import AdapterConfig
+    from megatron_xorl.parallel.cpu import use_cpu
+    from megatron_xorl.parallel.groups import initialize
+    from megatron_xorl.training.adapter_io import export_adapter, load_adapter
+    from megatron_xorl.training.model import forward_logits, load_model
+
+    use_cpu()
+    initialize()
+    narrow = load_model(model_dir, AdapterConfig(**NARROW))
+    fill(narrow)
+    full = load_model(model_dir, AdapterConfig(**(NARROW | {"glm52_lora_scope": "all"})))
+    found = {}
+    with torch.no_grad():
+        found["narrow"] = forward_logits(narrow, tokens())
+        for format in FORMATS:
+            export_adapter(narrow, folder / format, format)
+            fill(full)
+            load_adapter(full, folder / format)
+            found[format] = forward_logits(full, tokens())
+        path = folder / "hf_peft/adapter_config.json"
+        document = json.loads(path.read_text())
+        del document["megatron_xorl"]
+        path.write_text(json.dumps(document))
+        try:
+            load_adapter(full, folder / "hf_peft")
+        except Exception as error:
+            found["refused"] = str(error)
+        fill(full)
+        load_adapter(full, folder / "hf_peft", allow_missing=True)
+        found["allowed"] = forward_logits(full, tokens())
+    return {name: v.numpy() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
+
+
+def test_a_narrow_export_holds_what_trained_and_means_the_same_in_a_model_of_full_scope(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    (found,) = run_world(load_narrow, 1, tiny_dir, tmp_path)
+    for name in (*FORMATS, "allowed"):
+        assert (found[name] == found["narrow"]).all(), name
+    assert "66 factors missing" in found["refused"]
+    keys = load_file(tmp_path / "sglang_shared_outer" / WEIGHTS).keys()
     assert len(keys) == 2 * 9
     assert all(".mlp.experts.w" in key for key in keys)
-    config = json.loads((tmp_path / "live 2/adapter_config.json").read_text())
+    config = json.loads((tmp_path / "sglang_shared_outer/adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "gate_proj", "up_proj"]
     assert config["megatron_xorl"]["adapter"]["glm52_lora_scope"] == "routed_experts"
-    (found,) = run_world(load_back, 1, tiny_dir, tmp_path / "live 2")
-    wrong = {name for name in found["wrong"] if ".mlp.experts." in name}
-    assert (wrong, found["factors"]) == (set(), 84)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -272,19 +362,15 @@ def _config(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return edit
 
 
+def _other_alpha(document: dict[str, Any]) -> None:
+    document["lora_alpha"] = document["megatron_xorl"]["adapter"]["alpha"] = 12
+
+
 DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
-    ("missing key", _drop, "1 factors missing (first base_model.model.lm_head.lora_B.weight)"),
-    (
-        "extra key",
-        _add("model.layers.9.mlp.up_proj"),
-        "1 extra (first base_model.model.model.layers.9.mlp.up_proj.lora_A.weight)",
-    ),
+    ("missing key", _drop, "lm_head has lora_A alone, lora_B is missing"),
     ("foreign key", _add("extra"), "base_model.model.extra.lora_A.weight, which is no LoRA factor"),
-    ("other shape", _reshape, "lm_head.lora_B.weight is [320, 5], the model needs [320, 3]"),
+    ("other shape", _reshape, "lm_head has lora_A [3, 128] and lora_B [320, 5]"),
     ("truncated", _truncate, "adapter_model.safetensors cannot be read"),
-    ("no weights", lambda d: (d / WEIGHTS).unlink(), "adapter_model.safetensors"),
-    ("no config", lambda d: (d / "adapter_config.json").unlink(), "has no adapter_config.json"),
-    ("no JSON", lambda d: (d / "adapter_config.json").write_text("{"), "is no JSON"),
     (
         "other base",
         _config(lambda c: c["megatron_xorl"].update(base_fingerprint="f" * 64)),
@@ -296,9 +382,14 @@ DAMAGE: list[tuple[str, Callable[[Path], Any], str]] = [
         "the model needs [4, 128]; it is of another base or rank",
     ),
     (
-        "written by others",
-        _config(lambda c: c.pop("megatron_xorl")),
-        "only adapters written by megatron-xorl can be loaded",
+        "other alpha",
+        _config(_other_alpha),
+        "scales model.layers.0.self_attn.q_a_proj by 4, the model's adapter config by 2",
+    ),
+    (
+        "narrower than it says",
+        _config(lambda c: c["megatron_xorl"]["adapter"].update(glm52_lora_scope="moe")),
+        "does not fit the model: 0 factors missing, 48 extra",
     ),
 ]
 
@@ -318,7 +409,7 @@ def refusals(model_dir: Path, good: Path, damaged: list[Path], out: Path) -> lis
     bare = load_model(model_dir)
     attempts: list[Callable[[], Any]] = [
         lambda: export_adapter(bare, out),
-        lambda: export_adapter(attached, out, format="hf_peft"),
+        lambda: export_adapter(attached, out, format="hf_peff"),
         lambda: export_adapter(attached, good),
     ]
 
@@ -332,7 +423,7 @@ def refusals(model_dir: Path, good: Path, damaged: list[Path], out: Path) -> lis
     attempts.append(lambda: load_adapter(other, good))
     attempts += [
         lambda changes=changes: attach_adapters(bare, AdapterConfig(rank=2, alpha=4, **changes))
-        for changes in ({"dropout": 0.1}, {"indexer": "kl"}, {"export_format": "hf_peft"})
+        for changes in ({"indexer": "kl"},)
     ]
     for attempt in attempts:
         try:
@@ -348,16 +439,16 @@ def refusals(model_dir: Path, good: Path, damaged: list[Path], out: Path) -> lis
 def test_adapters_that_do_not_fit_are_refused_in_one_line(
     exported: tuple[Path, dict[str, torch.Tensor]], tiny_dir: Path, tmp_path: Path
 ) -> None:
-    good = exported[0] / "live 1"
+    good = exported[0] / "sglang_shared_outer one"
     damaged = []
     for name, damage, _ in DAMAGE:
         directory = tmp_path / name
         shutil.copytree(good, directory)
         damage(directory)
         damaged.append(directory)
-    expected = ["carries no adapters; call attach_adapters", "'hf_peft' is not available", "exists"]
+    expected = ["carries no adapters; call attach_adapters", "did you mean 'hf_peft'", "exists"]
     expected += [text for _, _, text in DAMAGE]
-    expected += ["the model needs", "dropout is 0.1", "indexer is kl", "export_format is hf_peft"]
+    expected += ["the model needs", "indexer is kl"]
     (found,) = run_world(refusals, 1, tiny_dir, good, damaged, tmp_path / "out")
     assert len(found) == len(expected)
     for (kind, message), text in zip(found, expected, strict=True):

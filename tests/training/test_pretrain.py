@@ -134,6 +134,7 @@ def whole(inputs: Path, tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_equals_the_uninterrupted_one_bit_for_bit(
     inputs: Path, tiny_dir: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoint is the latest: what is none, what is one, and every pointer that is damaged."""
+"""Which checkpoint is the latest, and whether it is this run's: every pointer that is damaged, another forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from megatron_xorl.errors import CheckpointError
-from megatron_xorl.training.resume import latest_iteration
+from megatron_xorl.fp8.engine import forward_record
+from megatron_xorl.training.resume import (
+    ANY_FORWARD,
+    FORMAT_VERSION,
+    check_agrees,
+    latest_iteration,
+)
 
 
 def checkpoint(root: Path, name: str) -> None:
@@ -50,3 +56,27 @@ def test_a_damaged_pointer_is_never_taken_for_no_checkpoint(
     damage(tmp_path)
     with pytest.raises(CheckpointError, match=complaint):
         latest_iteration(tmp_path)
+
+
+def test_another_forward_is_refused_unless_it_is_allowed_and_then_it_is_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = forward_record()
+    saved = {
+        "format_version": FORMAT_VERSION,
+        "base": {"fingerprint": "f"},
+        "adapter": {"rank": 4},
+        "forward": now | {"mode": "w8a8"},
+    }
+    expected = {"base": {"fingerprint": "f"}, "adapter": {"rank": 4}, "forward": now}
+    with pytest.raises(
+        CheckpointError, match=r"forward\.mode: checkpoint has 'w8a8'.*--allow-forward-change"
+    ):
+        check_agrees(tmp_path, saved, expected)
+    check_agrees(tmp_path, saved, expected | {"forward": ANY_FORWARD})
+    assert "goes on with" in caplog.text
+    # What is allowed is another forward, not another base.
+    with pytest.raises(CheckpointError, match=r"base\.fingerprint"):
+        check_agrees(
+            tmp_path, saved, expected | {"forward": ANY_FORWARD, "base": {"fingerprint": "g"}}
+        )

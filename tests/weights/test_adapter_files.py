@@ -1,21 +1,31 @@
-"""Adapter directories: complete or not written, sharded above a size, damaged ones refused by name."""
+"""Adapter directories: complete or not written, a factor at a time, sharded above a size, damaged ones refused by name."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_xorl.adapters.formats import FORMATS
 from megatron_xorl.adapters.inventory import Inventory, build_inventory
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.config.model import load_glm_config
 from megatron_xorl.errors import AdapterError
-from megatron_xorl.weights.adapter_files import AdapterFile, write_adapter
+from megatron_xorl.weights.adapter_files import AdapterFile
+from megatron_xorl.weights.adapter_writer import write_adapter
 
-ADAPTER = AdapterConfig(rank=2, alpha=4)
+ADAPTER = AdapterConfig(rank={"routed_experts": 2, "default": 3}, alpha=6)
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+INDEX = "adapter_model.safetensors.index.json"
 
 
 def inventory() -> Inventory:
@@ -27,7 +37,7 @@ def values() -> dict[str, torch.Tensor]:
     return {f.name: torch.randn(f.shape, generator=generator) for f in inventory().factors}
 
 
-def write(out: Path, tensors: dict[str, torch.Tensor] | None = None, **named: int) -> Path:
+def write(out: Path, tensors: Any = None, **named: Any) -> Path:
     return write_adapter(
         out,
         inventory().trainable,
@@ -39,38 +49,87 @@ def write(out: Path, tensors: dict[str, torch.Tensor] | None = None, **named: in
     )
 
 
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("max_bytes", [None, 50_000, 1])
-def test_sharded_or_not_the_content_is_the_same(tmp_path: Path, max_bytes: int | None) -> None:
-    out = write(tmp_path / "a", **({} if max_bytes is None else {"max_bytes": max_bytes}))
+def test_sharded_or_not_the_content_is_the_same(
+    tmp_path: Path, max_bytes: int | None, format: str
+) -> None:
+    bound = {} if max_bytes is None else {"max_bytes": max_bytes}
+    out = write(tmp_path / "a", format=format, **bound)
     weights = sorted(path.name for path in out.glob("*.safetensors"))
-    index = out / "adapter_model.safetensors.index.json"
     stored: dict[str, torch.Tensor] = {}
     for name in weights:
         part = load_file(out / name)
         assert not stored.keys() & part.keys()
-        assert (
-            max_bytes is None or len(part) == 1 or sum(t.nbytes for t in part.values()) <= max_bytes
-        )
+        small = sum(t.nbytes for t in part.values())
+        assert max_bytes is None or len(part) == 1 or small <= max_bytes
         stored |= part
     if max_bytes is None:
-        assert (weights, index.exists()) == (["adapter_model.safetensors"], False)
+        assert (weights, (out / INDEX).exists()) == ([WEIGHTS], False)
     else:
         assert len(weights) > 1
-        assert json.loads(index.read_text())["weight_map"].keys() == stored.keys()
-    expected = values()
-    assert len(stored) == len(expected)
+        assert json.loads((out / INDEX).read_text())["weight_map"].keys() == stored.keys()
     file = AdapterFile(out)
-    file.check_keys(inventory().trainable)
-    for factor in inventory().factors:
-        assert torch.equal(file.read(factor), expected[factor.name])
+    assert (file.format, file.factors) == (format, inventory().trainable)
     assert file.keys() == stored.keys()
+    for factor in inventory().factors:
+        assert torch.equal(file.read(factor), values()[factor.name]), factor.name
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_a_slice_is_read_without_the_rest(tmp_path: Path) -> None:
-    factor = inventory().by_name["model.layers.1.mlp.experts.gate_proj.lora_B"]
-    part = AdapterFile(write(tmp_path / "a")).read(factor, (slice(4, 8), slice(0, 64), slice(None)))
-    assert torch.equal(part, values()[factor.name][4:8, :64])
+def test_a_fused_bank_is_what_peft_reads_as_a_product_of_each_expert(tmp_path: Path) -> None:
+    """PEFT reads A as [E, r, in] and B as [out, r, E]; gate is above up, and B has nothing off the blocks."""
+    stored = load_file(write(tmp_path / "a", format="hf_peft_fused") / WEIGHTS)
+    bank = "base_model.model.model.layers.1.mlp.experts"
+    a = stored[f"{bank}.base_layer.lora_A.weight"].reshape(8, 4, 128)
+    b = stored[f"{bank}.base_layer.lora_B.weight"].reshape(256, 4, 8)
+    root = "model.layers.1.mlp.experts"
+    given = {
+        leaf: [values()[f"{root}.{leaf}_proj.lora_{side}"] for side in "AB"]
+        for leaf in ("gate", "up", "down")
+    }
+    for expert in range(8):
+        product = b[:, :, expert] @ a[expert]
+        halves = [given[leaf][1][expert] @ given[leaf][0][0] for leaf in ("gate", "up")]
+        assert torch.allclose(product, torch.cat(halves), atol=1e-5)
+    a = stored[f"{bank}.lora_A.weight"].reshape(8, 2, 128)
+    b = stored[f"{bank}.lora_B.weight"].reshape(128, 2, 8)
+    for expert in range(8):
+        expected = given["down"][1][0] @ given["down"][0][expert]
+        assert torch.allclose(b[:, :, expert] @ a[expert], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("leaf", ["gate_proj.lora_A", "gate_proj.lora_B", "down_proj.lora_A"])
+def test_a_slice_is_read_as_a_slice_of_the_whole(tmp_path: Path, leaf: str, format: str) -> None:
+    factor = inventory().by_name[f"model.layers.1.mlp.experts.{leaf}"]
+    experts = slice(0, 1) if factor.shared else slice(4, 8)
+    slices = (experts, slice(1, 2), slice(None)) if leaf.endswith("A") else (experts, slice(0, 64), slice(None))  # fmt: skip
+    file = AdapterFile(write(tmp_path / "a", format=format))
+    assert torch.equal(file.read(factor, slices), values()[factor.name][slices])
+
+
+def test_writing_takes_one_factor_at_a_time(tmp_path: Path) -> None:
+    """A generator that hands out tensors sees the one before the last freed, but for the halves of a bank."""
+    import weakref
+
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for factor in inventory().trainable:
+            most = max(most, sum(ref() is not None for ref in alive))
+            tensor = torch.zeros(factor.shape)
+            alive.append(weakref.ref(tensor))
+            yield factor.name, tensor
+            del tensor
+
+    for format, bound in (("sglang_shared_outer", 2), ("hf_peft", 2), ("hf_peft_fused", 5)):
+        alive.clear()
+        most = 0
+        write(tmp_path / format, stream(), format=format)
+        assert most <= bound, format
 
 
 def test_an_existing_output_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -84,19 +143,22 @@ def test_an_existing_output_is_refused_and_left_alone(tmp_path: Path) -> None:
 B = "lm_head.lora_B"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
         (lambda t: t.pop(B), f"{B} is missing"),
-        (lambda t: t.update({B: torch.zeros(320, 3)}), r"lm_head.lora_B is \[320, 3\], expected \[320, 2\]"),
+        (lambda t: t.update({B: torch.zeros(320, 5)}), r"lm_head.lora_B is \[320, 5\], expected \[320, 3\]"),
         (lambda t: t.update(other=torch.zeros(1)), "other is not a factor of this adapter"),
     ],
 )  # fmt: skip
-def test_an_incomplete_adapter_is_not_written(tmp_path: Path, change, complaint: str) -> None:
+def test_an_incomplete_adapter_is_not_written(
+    tmp_path: Path, change: Callable[[Any], Any], complaint: str, streamed: bool
+) -> None:
     tensors = values()
     change(tensors)
     with pytest.raises(AdapterError, match=complaint):
-        write(tmp_path / "a", tensors)
+        write(tmp_path / "a", iter(tensors.items()) if streamed else tensors)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -112,8 +174,6 @@ def test_half_a_pair_is_not_written(tmp_path: Path) -> None:
 def test_a_writer_that_is_killed_leaves_no_adapter_and_the_next_one_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -122,11 +182,134 @@ def test_a_writer_that_is_killed_leaves_no_adapter_and_the_next_one_succeeds(
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path / "a")
     assert not (tmp_path / "a").exists()
-    AdapterFile(write(tmp_path / "a")).check_keys(inventory().trainable)
+    assert AdapterFile(write(tmp_path / "a")).factors == inventory().trainable
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_missing_shard_a_damaged_index_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: usage(10, 0, 10))
+        with pytest.raises(AdapterError, match="has 10 bytes free, the adapter takes"):
+            write(tmp_path / "a")
+    with monkeypatch.context() as patched:
+
+        def full(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(AdapterError, match=r"No space left on device.*free some space"):
+            write(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_fills_up_midway_leaves_nothing(tmp_path: Path) -> None:
+    """A real write error, from the kernel: the file size limit of this process."""
+    import resource
+    import signal
+
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old[1]))
+        with pytest.raises(AdapterError, match=r"a could not be written .*nothing is left of it"):
+            write(tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- damaged and foreign directories --------------------------------------------------------------------------------
+
+
+def tensors_of(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def damage(out: Path) -> None:
+        tensors = load_file(out / WEIGHTS)
+        change(tensors)
+        save_file(tensors, out / WEIGHTS)
+
+    return damage
+
+
+def config_of(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def damage(out: Path) -> None:
+        document = json.loads((out / CONFIG).read_text())
+        change(document)
+        (out / CONFIG).write_text(json.dumps(document))
+
+    return damage
+
+
+def header(text: bytes, length: int | None = None) -> Callable[[Path], None]:
+    size = len(text) if length is None else length
+    return lambda out: (out / WEIGHTS).write_bytes(size.to_bytes(8, "little") + text)
+
+
+def index(text: str) -> Callable[[Path], None]:
+    return lambda out: (out / INDEX).write_text(text)
+
+
+def pickled(out: Path) -> None:
+    (out / WEIGHTS).unlink()
+    (out / "adapter_model.bin").write_bytes(pickle.dumps({}))
+
+
+HEAD = "base_model.model.lm_head"
+DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda out: (out / WEIGHTS).write_bytes((out / WEIGHTS).read_bytes()[:-7]), f"{WEIGHTS} cannot be read"),
+    (lambda out: (out / WEIGHTS).write_bytes(b""), f"{WEIGHTS} cannot be read"),
+    (lambda out: (out / WEIGHTS).unlink(), f"{WEIGHTS} cannot be read"),
+    (header(b"{}", 2**62), "header claims 4611686018427387904 bytes"),
+    (header(b"[" * 90_000), "header is damaged"),
+    (header(b"{}"), "holds no tensor"),
+    (pickled, r"pickled weights \(adapter_model.bin\); loading them would run code"),
+    (index("{"), "is no index of shards"),
+    (index("[]"), "is no index of shards"),
+    (index('{"weight_map": 3}'), "is no index of shards"),
+    (index('{"weight_map": {"a": "../b.safetensors"}}'), "not a file of this index's directory"),
+    (index('{"weight_map": {"a": "/etc/b.safetensors"}}'), "not a file of this index's directory"),
+    (index('{"weight_map": {"a": "b.bin"}}'), "expected a .safetensors file: pickled weights run code"),
+    (index('{"weight_map": {"a": 3}}'), "names 3"),
+    (index(f'{{"weight_map": {{"a": "{WEIGHTS}"}}}}'), "which the index puts into None"),
+    (tensors_of(lambda t: t.update(x=torch.ones(2, 2))), "holds x, which is no LoRA factor"),
+    (tensors_of(lambda t: t.pop(f"{HEAD}.lora_B.weight")), "lm_head has lora_A alone"),
+    (tensors_of(lambda t: [t.pop(f"{HEAD}.lora_{s}.weight") for s in "AB"]), "does not hold the factors"),
+    (tensors_of(lambda t: t.update({f"{HEAD}.lora_B.weight": torch.zeros(320, 5)})), "ranks 3 and 5 differ"),
+    (tensors_of(lambda t: t.update({f"{HEAD}.lora_B.weight": torch.zeros(320, 0)})), "none of size zero"),
+    (tensors_of(lambda t: t.update({f"{HEAD}.lora_A.weight": torch.zeros(3, 128).int()})), "is I32, expected one of BF16"),
+    (lambda out: (out / CONFIG).unlink(), "has no adapter_config.json"),
+    (lambda out: (out / CONFIG).write_text("{"), "is no JSON"),
+    (lambda out: (out / CONFIG).write_text("[" * 90_000), "is no JSON"),
+    (lambda out: (out / CONFIG).write_text("3"), "holds no JSON object"),
+    (config_of(lambda c: c.update(base_model_name_or_path=3)), "base_model_name_or_path is 3"),
+    (config_of(lambda c: c.pop("base_model_name_or_path")), "base_model_name_or_path is None"),
+    (config_of(lambda c: c.update(megatron_xorl=3)), "a megatron_xorl section without format"),
+    (config_of(lambda c: c.update(megatron_xorl={"format": "other"})), "format is 'other'"),
+    (config_of(lambda c: c.update(megatron_xorl={"format": "hf_peft"})), "lacks adapter or base_fingerprint"),
+    (config_of(lambda c: c["megatron_xorl"].update(format="hf_peft")), "the keys are those of sglang_shared_outer"),
+    (config_of(lambda c: c.update(lora_alpha=7)), "lora_alpha is 7, its megatron_xorl section says 6"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "complaint"), DAMAGE)
+def test_a_damaged_directory_is_refused_in_one_line(
+    tmp_path: Path, damage: Callable[[Path], Any], complaint: str
+) -> None:
+    out = write(tmp_path / "a")
+    AdapterFile(out)
+    damage(out)
+    with pytest.raises(AdapterError, match=complaint) as caught:
+        AdapterFile(out)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_or_damaged_shard_is_named(tmp_path: Path) -> None:
     out = write(tmp_path / "a", max_bytes=50_000)
     shard = sorted(out.glob("*.safetensors"))[1]
     content = shard.read_bytes()
@@ -136,63 +319,14 @@ def test_a_missing_shard_a_damaged_index_and_a_missing_folder_are_refused(tmp_pa
     shard.write_bytes(content[:-7])
     with pytest.raises(AdapterError, match=f"{shard.name} cannot be read"):
         AdapterFile(out)
-    shard.write_bytes(content)
-    AdapterFile(out)
-    for text in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}'):
-        (out / "adapter_model.safetensors.index.json").write_text(text)
-        with pytest.raises(AdapterError, match="index"):
-            AdapterFile(out)
+
+
+def test_a_folder_that_is_missing_or_a_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"has no adapter_config\.json"):
         AdapterFile(tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    "section", [{"format": "sglang_shared_outer"}, {"format": "other"}, 3, None]
-)
-def test_a_config_that_lacks_what_loading_needs_is_refused(tmp_path: Path, section: object) -> None:
-    out = write(tmp_path / "a")
-    document = json.loads((out / "adapter_config.json").read_text())
-    (out / "adapter_config.json").write_text(json.dumps(document | {"megatron_xorl": section}))
-    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
-        AdapterFile(out)
-
-
-def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     out = write(tmp_path / "a")
     with pytest.raises(AdapterError, match="is a file; give the folder"):
-        AdapterFile(out / "adapter_model.safetensors")
-
-
-@pytest.mark.parametrize("name", [None, 3])
-def test_a_config_that_does_not_name_its_base_is_refused(tmp_path: Path, name: object) -> None:
-    out = write(tmp_path / "a")
-    document = json.loads((out / "adapter_config.json").read_text())
-    document["base_model_name_or_path"] = name
-    if name is None:
-        del document["base_model_name_or_path"]
-    (out / "adapter_config.json").write_text(json.dumps(document))
-    with pytest.raises(AdapterError, match="base_model_name_or_path is"):
-        AdapterFile(out)
-
-
-@pytest.mark.parametrize(
-    ("key", "dtype", "complaint"),
-    [
-        ("x", torch.float32, "holds x, which is no LoRA factor"),
-        ("base_model.model.model.norm.weight", torch.float32, "which is no LoRA factor"),
-        ("base_model.model.lm_head.lora_C.weight", torch.float32, "which is no LoRA factor"),
-        ("base_model.model.lm_head.lora_A.weight", torch.float64, "is F64, expected one of BF16"),
-        ("base_model.model.lm_head.lora_A.weight", torch.int32, "is I32, expected one of BF16"),
-    ],
-)
-def test_a_tensor_that_can_be_no_factor_is_refused_by_name(
-    tmp_path: Path, key: str, dtype: torch.dtype, complaint: str
-) -> None:
-    out = write(tmp_path / "a")
-    path = out / "adapter_model.safetensors"
-    save_file(load_file(path) | {key: torch.ones(2, 2, dtype=dtype)}, path)
-    with pytest.raises(AdapterError, match=complaint):
-        AdapterFile(out)
+        AdapterFile(out / WEIGHTS)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -204,3 +338,31 @@ def test_a_factor_with_inf_or_nan_is_refused_when_it_is_read(tmp_path: Path, val
     file.read(other)
     with pytest.raises(AdapterError, match="has 1 inf or NaN values of"):
         file.read(factor)
+
+
+@pytest.mark.parametrize("format", ["hf_peft", "hf_peft_fused"])
+def test_copies_of_a_shared_factor_that_differ_are_refused_and_the_first_is_named(
+    tmp_path: Path, format: str
+) -> None:
+    out = write(tmp_path / "a", format=format)
+    tensors = load_file(out / WEIGHTS)
+    bank = "base_model.model.model.layers.2.mlp.experts"
+    if format == "hf_peft":
+        tensors[f"{bank}.5.gate_proj.lora_A.weight"][0, 0] += 1
+    else:
+        tensors[f"{bank}.base_layer.lora_A.weight"][5 * 4, 0] += 1
+    save_file(tensors, out / WEIGHTS)
+    file = AdapterFile(out)
+    names = inventory().by_name
+    file.read(names["model.layers.2.mlp.experts.up_proj.lora_A"])
+    with pytest.raises(AdapterError, match="between expert 0 and expert 5"):
+        file.read(names["model.layers.2.mlp.experts.gate_proj.lora_A"])
+
+
+def test_gate_and_up_that_mix_are_refused(tmp_path: Path) -> None:
+    out = write(tmp_path / "a", format="hf_peft_fused")
+    tensors = load_file(out / WEIGHTS)
+    tensors["base_model.model.model.layers.2.mlp.experts.base_layer.lora_B.weight"][:] = 1
+    save_file(tensors, out / WEIGHTS)
+    with pytest.raises(AdapterError, match="mixes the ranks of gate and up"):
+        AdapterFile(out).read(inventory().by_name["model.layers.2.mlp.experts.up_proj.lora_B"])
