@@ -2,6 +2,8 @@
 //
 // dequantize: value = code * scale as one fp32 product, then, for bf16, ONE rounding to nearest even; the bits are those of
 // torch's `(codes.float() * scales).to(dtype)` for every code but the two NaN codes, which are refused when a weight is loaded.
+// Where a CPU looks up bytes in registers (AVX512_VBMI: every server with bf16 instructions but one), a block's 128 magnitudes are
+// computed once by that rule, and its codes are looked up: four times as fast, the same bits.
 // quantize_round_trip: what an activation is worth after dynamic 1 x group quantisation.
 //
 // An e4m3 number is s eeee mmm, bias 7. A normal one becomes an fp32 number by moving its seven low bits under the fp32
@@ -27,6 +29,10 @@
 #endif
 #ifndef EVERY_CPU
 #define EVERY_CPU
+#endif
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAS_VBMI_CODE 1
+#include <immintrin.h>
 #endif
 
 namespace {
@@ -74,6 +80,52 @@ EVERY_CPU void run_fp32_of_bf16(const uint8_t* codes, float scale, float* out, i
   for (int64_t i = 0; i < count; ++i) out[i] = from_bits(rounded(decode(codes[i]) * scale) & 0xffff0000u);
 }
 
+// bf16 of every magnitude under one scale, low and high bytes apart: each is what two registers hold.
+struct Table {
+  alignas(64) uint8_t low[128];
+  alignas(64) uint8_t high[128];
+};
+
+void fill(Table& table, float scale) {
+  uint8_t codes[128];
+  uint16_t values[128];
+  for (int code = 0; code < 128; ++code) codes[code] = static_cast<uint8_t>(code);
+  run_bf16(codes, scale, values, 128);
+  for (int code = 0; code < 128; ++code) {
+    table.low[code] = static_cast<uint8_t>(values[code]);
+    table.high[code] = static_cast<uint8_t>(values[code] >> 8);
+  }
+}
+
+#ifdef HAS_VBMI_CODE
+const bool has_vbmi = (__builtin_cpu_init(), __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bw"));
+
+// A lookup reads seven bits of each index, so the sign is not in its way and is put back on the high byte.
+__attribute__((target("avx512f,avx512bw,avx512vbmi"))) void look_up_bf16(const uint8_t* codes, const Table& table,
+                                                                          uint16_t* out, int64_t count) {
+  const __m512i low0 = _mm512_load_si512(table.low), low1 = _mm512_load_si512(table.low + 64);
+  const __m512i high0 = _mm512_load_si512(table.high), high1 = _mm512_load_si512(table.high + 64);
+  const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+  // Unpacking works on lanes of 16 bytes: chunks of 8 codes are put where it leaves the results in order.
+  const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+  for (int64_t i = 0; i < count; i += 64) {
+    const int64_t left = count - i;
+    const uint64_t part = left >= 64 ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
+    const __m512i some = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(part, codes + i));
+    const __m512i low = _mm512_permutex2var_epi8(low0, some, low1);
+    const __m512i high = _mm512_or_si512(_mm512_permutex2var_epi8(high0, some, high1), _mm512_and_si512(some, sign));
+    _mm512_mask_storeu_epi16(out + i, static_cast<__mmask32>(part), _mm512_unpacklo_epi8(low, high));
+    if (left > 32) _mm512_mask_storeu_epi16(out + i + 32, static_cast<__mmask32>(part >> 32), _mm512_unpackhi_epi8(low, high));
+  }
+}
+#else
+const bool has_vbmi = false;
+void look_up_bf16(const uint8_t*, const Table&, uint16_t*, int64_t) {}
+#endif
+
+constexpr int64_t kTables = 16;      // of one pass over columns: 4 KiB, which stay in the first cache
+constexpr int64_t kLookups = 1024;   // a table that serves fewer costs more than it saves
+
 // Nearest e4m3 number, ties to even, saturating; |value| < 2^-6 has the fixed step 2^-9.
 inline float nearest_e4m3(float value) {
   const uint32_t sign = to_bits(value) & 0x80000000u;
@@ -118,6 +170,55 @@ void over_rows(int64_t rows, int64_t threads, Work work) {
   for (auto& other : others) other.join();
 }
 
+// Columns [first, last) of a matrix of codes and where their values go.
+struct Tile {
+  const uint8_t* codes;
+  int64_t code_stride, first, last, block_cols;
+  void* out;
+  int64_t out_stride, kind;
+
+  // Column where the block of `col` ends, within the tile.
+  int64_t border(int64_t col) const {
+    const int64_t end = (col / block_cols + 1) * block_cols;
+    return end < last ? end : last;
+  }
+
+  // `count` rows of codes from `row` on become rows of the output from `at` on; all have the scales `row_scales`.
+  void compute(int64_t row, int64_t at, int64_t count, const float* row_scales) const {
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t col = first, end; col < last; col = end) {
+        end = border(col);
+        const uint8_t* from = codes + (row + i) * code_stride + col;
+        const float scale = row_scales[col / block_cols];
+        const int64_t to = (at + i) * out_stride + col - first;
+        if (kind == BF16)
+          run_bf16(from, scale, static_cast<uint16_t*>(out) + to, end - col);
+        else if (kind == FP32)
+          run_fp32(from, scale, static_cast<float*>(out) + to, end - col);
+        else
+          run_fp32_of_bf16(from, scale, static_cast<float*>(out) + to, end - col);
+      }
+    }
+  }
+
+  // The same for bf16, by one table a block.
+  void look_up(int64_t row, int64_t at, int64_t count, const float* row_scales) const {
+    Table tables[kTables];
+    for (int64_t begin = first, stop; begin < last; begin = stop) {
+      stop = begin;
+      for (int64_t n = 0; n < kTables && stop < last; ++n, stop = border(stop)) fill(tables[n], row_scales[stop / block_cols]);
+      for (int64_t i = 0; i < count; ++i) {
+        const Table* table = tables;
+        for (int64_t col = begin, end; col < stop; col = end) {
+          end = border(col);
+          look_up_bf16(codes + (row + i) * code_stride + col, *table++,
+                       static_cast<uint16_t*>(out) + (at + i) * out_stride + col - first, end - col);
+        }
+      }
+    }
+  }
+};
+
 }  // namespace
 
 extern "C" {
@@ -130,24 +231,20 @@ extern "C" {
 void mx_dequantize(const uint8_t* codes, int64_t code_stride, const float* scales, int64_t scale_stride, int64_t first_row,
                    int64_t rows, int64_t first_col, int64_t cols, int64_t part_rows, int64_t part_grid, int64_t block_rows,
                    int64_t block_cols, void* out, int64_t out_stride, int64_t kind, int64_t threads) {
+  const Tile tile{codes, code_stride, first_col, first_col + cols, block_cols, out, out_stride, kind};
   over_rows(rows, threads, [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = first_row + i;
-      const float* row_scales = scales + (row / part_rows * part_grid + row % part_rows / block_rows) * scale_stride;
-      for (int64_t col = first_col; col < first_col + cols;) {
-        const int64_t border = (col / block_cols + 1) * block_cols;
-        const int64_t count = (border < first_col + cols ? border : first_col + cols) - col;
-        const uint8_t* from = codes + row * code_stride + col;
-        const float scale = row_scales[col / block_cols];
-        const int64_t at = i * out_stride + col - first_col;
-        if (kind == BF16)
-          run_bf16(from, scale, static_cast<uint16_t*>(out) + at, count);
-        else if (kind == FP32)
-          run_fp32(from, scale, static_cast<float*>(out) + at, count);
-        else
-          run_fp32_of_bf16(from, scale, static_cast<float*>(out) + at, count);
-        col += count;
-      }
+    while (begin < end) {
+      // The rows that share one row of scales.
+      const int64_t row = first_row + begin, inside = row % part_rows;
+      const int64_t block = inside / block_rows, border = (block + 1) * block_rows;
+      const int64_t same = (border < part_rows ? border : part_rows) - inside;
+      const int64_t count = same < end - begin ? same : end - begin;
+      const float* row_scales = scales + (row / part_rows * part_grid + block) * scale_stride;
+      if (kind == BF16 && has_vbmi && count * block_cols >= kLookups)
+        tile.look_up(row, begin, count, row_scales);
+      else
+        tile.compute(row, begin, count, row_scales);
+      begin += count;
     }
   });
 }

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shlex
@@ -204,20 +205,21 @@ def _compile(command: list[str]) -> None:
 
 
 def _check(found: Library) -> None:
-    """Compare every code, under an ordinary and a tiny scale, with torch; one differing bit refuses the library."""
+    """Compare every code, under an ordinary and a tiny scale, with torch; one differing bit refuses the library.
+
+    One row is computed; a block of 32 rows may be looked up in a table, which is another loop.
+    """
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(1, 256)
     codes = torch.where(codes & 0x7F == 0x7F, 0, codes)  # NaN is refused when a weight is loaded
     scales = torch.tensor([[0.0123, 1e-40]])
     exact = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, dim=1)
-    for kind, expected in (
-        (BF16, exact.bfloat16()),
-        (FP32, exact),
-        (FP32_OF_BF16, exact.bfloat16().float()),
-    ):
+    for kind, rows in itertools.product((BF16, FP32, FP32_OF_BF16), (1, 32)):
+        expected = exact if kind == FP32 else exact.bfloat16()
+        expected = expected.to(torch.bfloat16 if kind == BF16 else torch.float32).repeat(rows, 1)
         out = torch.empty_like(expected)
         found.dequantize(
-            codes, scales, (1, 128), out, rows=slice(0, 1), cols=slice(0, 256), kind=kind
-        )
+            codes.repeat(rows, 1), scales, (rows, 128), out, rows=slice(0, rows), cols=slice(0, 256), kind=kind
+        )  # fmt: skip
         if not torch.equal(out.view(torch.uint8), expected.view(torch.uint8)):
             raise PlatformError(
                 f"{found.path} decodes FP8 otherwise than torch; set CXX to another compiler, "
