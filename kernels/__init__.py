@@ -6,7 +6,7 @@ top-level name ``kernels``. Imports only torch and triton.
 The wrappers take plain tensors and know nothing of layers:
 
 * quantise: :mod:`.quantize_rows`, :mod:`.quantize_blocks`
-* frozen linears: :mod:`.linear`, :mod:`.linear_dx`, :mod:`.grouped_linear`, :mod:`.grouped_dx`
+* frozen linears: :mod:`.linear`, :mod:`.linear_dx`, :mod:`.grouped_linear`, :mod:`.grouped_dx`, :mod:`.head_matmul`
 * LoRA factors: :mod:`.lora_shrink`, :mod:`.lora_gradient`
 * indexer: :mod:`.indexer_logits`, :mod:`.topk`, :mod:`.indexer_kl`, :mod:`.indexer_backward`
 * sparse attention: :mod:`.sparse_mla`, :mod:`.sparse_mla_backward`, :mod:`.sparse_mla_probs`

@@ -12,7 +12,7 @@ on a laptop. The variants are what the wrappers launch for GLM-5.2's own shapes 
 * be code: a variant can compile to a lone ``trap``.
 
 ``golden.json`` keeps the table as it is with the Triton version it names, registers included; a test compares. Results are cached
-by (kernel sources, Triton version, target) under ``MEGATRON_XORL_CACHE`` or ``~/.cache/megatron-xorl``.
+by (kernel sources, Triton version, target) under ``MEGATRON_XORL_CACHE`` or ``~/.cache/megatron_xorl``.
 
     python -m megatron_xorl.kernels.aot               print the table, exit 1 if a gate fails
     python -m megatron_xorl.kernels.aot --write       and write golden.json
@@ -63,6 +63,7 @@ OPCODES = {("fp8", 90): "QGMMA", ("fp8", 100): "UTCQMMA", ("bf16", 90): "HGMMA",
 PRODUCTS = {
     "grouped_dx._kernel": "bf16",
     "grouped_linear._kernel": "fp8",
+    "head_matmul._kernel": "bf16",
     "indexer_backward._kernel": "bf16",
     "indexer_kl._kernel": None,
     "indexer_logits._kernel": "fp8",
@@ -232,7 +233,7 @@ def _cache_file(target: int) -> Path:
     digest = hashlib.sha256()
     for file in sorted(HERE.glob("*.py")):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    root = os.environ.get("MEGATRON_XORL_CACHE") or Path.home() / ".cache" / "megatron-xorl"
+    root = os.environ.get("MEGATRON_XORL_CACHE") or Path.home() / ".cache" / "megatron_xorl"
     name = f"{digest.hexdigest()[:16]}-triton{triton.__version__}-sm{target}.json"
     return Path(root) / "kernels" / name
 

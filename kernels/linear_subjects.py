@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_xorl.kernels import (
     grouped_dx,
     grouped_linear,
+    head_matmul,
     linear,
     linear_dx,
     lora_gradient,
@@ -204,6 +205,29 @@ def _expect_grouped_gradient(x: Inputs) -> Outputs:
     }
 
 
+def _head_inputs(dims: Dims, device: str) -> Inputs:
+    weight = random_weight({"N": dims["H"] * dims["R"], "K": dims["K"]}, device)
+    contract = "rows" if dims["rows"] else "cols"
+    depth = dims["P"] if dims["rows"] else dims["K"]
+    # Part of a wider activation, as the queries are that carry their rotary part behind.
+    x = bf16(dims["T"], dims["H"], depth + 64, device=device)[..., :depth]
+    rows = slice(dims["first"], dims["first"] + dims["P"])
+    return {"x": x, "weight": weight, "rows": rows, "contract": contract}
+
+
+def _run_heads(x: Inputs, dtype: torch.dtype) -> Outputs:
+    call = head_matmul.head_matmul
+    return {"y": call(x["x"], *x["weight"], x["rows"], x["contract"], dtype=dtype)}
+
+
+def _expect_heads(x: Inputs) -> Outputs:
+    return {"y": head_matmul.reference(x["x"], *x["weight"], x["rows"], x["contract"])}
+
+
+def _head_bytes(d: Dims) -> float:
+    return 2.0 * d["T"] * d["H"] * (d["P"] + d["K"]) + d["H"] * d["P"] * d["K"]
+
+
 def _matrix(dims: Dims, device: str) -> Inputs:
     size = torch.logspace(-3, 3, dims["M"], device=device)[:, None]
     return {"x": (torch.randn(dims["M"], dims["K"], device=device) * size).bfloat16()}
@@ -266,6 +290,10 @@ SUBJECTS = {
     "grouped_w8a16": Subject(
         _linear_inputs, _run_grouped_w8a16,
         lambda x: _expect_grouped_bf16(x, "x", "b", True), {"y": BF16}, _flop, _wide_bytes,
+    ),
+    "head_matmul": Subject(
+        _head_inputs, _run_heads, _expect_heads, {"y": BF16},
+        lambda d: 2.0 * d["T"] * d["H"] * d["P"] * d["K"], _head_bytes,
     ),
     "lora_shrink": Subject(_linear_inputs, _run_shrink, _expect_shrink, {"t": SUM, "u": SUM}, _pair_flop, _pair_bytes),
     "lora_gradient": Subject(

@@ -59,6 +59,23 @@ _GROUPED = {
         ("down, shared rank 16", 65536, 32, 6144, 2048, 16, 1),
     ],
 }
+# Columns: label, T, H, R (rows of a head), first, P (rows that take part), K, rows (1: the sum is over them, 0: over K).
+_HEADS = {
+    "small": [
+        ("K half, heads off the blocks", 20, 3, 448, 0, 192, 256, 1),
+        ("V half, heads off the blocks", 20, 3, 448, 192, 256, 256, 0),
+        ("ragged sum", 140, 2, 192, 64, 100, 200, 1),
+        ("ragged columns", 5, 2, 192, 64, 100, 200, 0),
+    ],
+    "medium": [
+        ("K half", 500, 8, 448, 0, 192, 512, 1),
+        ("V half", 500, 8, 448, 192, 256, 512, 0),
+    ],
+    "full": [
+        ("queries to latents", 8192, 64, 448, 0, 192, 512, 1),
+        ("latents to values", 8192, 64, 448, 192, 256, 512, 0),
+    ],
+}
 # Columns: label, S (queries), T (keys), H, D, DR, topk.
 _ATTENTION = {
     "small": [
@@ -97,6 +114,7 @@ _COLUMNS = (
         ("M", "E", "N", "K", "R", "shared"),
     ),
     (("quantize_rows", "quantize_blocks"), _MATRIX, ("M", "K")),
+    (("head_matmul",), _HEADS, ("T", "H", "R", "first", "P", "K", "rows")),
     (("lora_shrink", "lora_gradient"), _LINEAR, ("M", "N", "K", "R", "separate")),
     (("indexer_logits", "topk", "indexer_kl", "indexer_backward"), _INDEXER, ("S", "T", "H", "D", "topk")),
     (

@@ -6,7 +6,7 @@ The one idea: each function prints one report that a library function returned, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -133,6 +133,24 @@ def print_doctor(report: Mapping[str, Any]) -> None:
         kind = "MISSING" if item["required"] else "not here"
         line = f"{kind}: {item['name']} (for {item['needed_for']}): {item['how']}"
         out.print(line, markup=False, soft_wrap=True)
+    if "kernels" in report:
+        out.print(_kernels(report["kernels"]))
+
+
+def _kernels(reports: Sequence[Mapping[str, Any]]) -> Table:
+    """What the compiler made of each kernel."""
+    rows = table("kernels", "kernel", "sm", "instruction", "registers", "shared", "gates")
+    for one in reports:
+        instruction = f"{one['opcode']} {one['mma']}" if one["opcode"] else "-"
+        numbers = (f"{one['registers']:,}", f"{one['shared']:,}")
+        rows.add_row(
+            one["variant"],
+            str(one["target"]),
+            instruction,
+            *numbers,
+            "; ".join(one["faults"]) or "ok",
+        )
+    return rows
 
 
 def print_adapter(name: str, report: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from megatron_xorl.fp8.format import (
     quantize_blocks,
 )
 from megatron_xorl.fp8.native import BF16, FP32, FP32_OF_BF16, Library, library
-from megatron_xorl.fp8.reference import groups
+from megatron_xorl.fp8.reference import ExpertLoops, groups
 from megatron_xorl.fp8.weight import FrozenWeight
 
 __all__ = ["MIN_COLUMNS", "MIN_ROWS", "SCRATCH_BYTES", "CpuBackend", "has_native_bf16"]
@@ -179,7 +179,7 @@ class _Steps:
     regions: tuple[int, int] = (_INPUT, _SUMS)
 
 
-class CpuBackend:
+class CpuBackend(ExpertLoops):
     """See :class:`megatron_xorl.fp8.engine.Backend`, whose shapes and rounding points hold here; bf16 and fp32 on a CPU.
 
     Args:

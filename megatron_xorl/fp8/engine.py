@@ -5,10 +5,11 @@ once per process, recorded with what it trained, and never falls back in silence
 
 * ``reference``: torch operations a tile at a time; every device, every dtype, fp64 included. The oracle of the others.
 * ``cpu``: C++ tiles and the CPU's own GEMM (:mod:`megatron_xorl.fp8.cpu`), bf16 and fp32.
+* ``triton``: kernels on a GPU (:mod:`megatron_xorl.fp8.triton`), bf16; what they do not take, the reference computes.
 
-Chosen by :func:`use_fp8`, else ``MEGATRON_XORL_FP8_BACKEND`` (``auto``, ``reference``, ``cpu``) and ``MEGATRON_XORL_FP8_MODE``
-(``w8a16``, ``w8a8``). ``auto`` takes ``cpu`` on a CPU where it can be built, else ``reference`` with one warning. A backend that
-was asked for by name and cannot run is an error.
+Chosen by :func:`use_fp8`, else ``MEGATRON_XORL_FP8_BACKEND`` (``auto`` or a name) and ``MEGATRON_XORL_FP8_MODE`` (``w8a16``,
+``w8a8``; by default ``w8a8`` on ``triton``, ``w8a16`` elsewhere). ``auto`` takes ``triton`` on a GPU and ``cpu`` on a CPU, or
+``reference``, with one warning, where that cannot run. A backend that was asked for by name and cannot run is an error.
 
 Modes say what the forward of an FP8 weight multiplies: ``w8a16`` the activations as they are, ``w8a8`` their values after
 dynamic 1 x 128 quantisation. The adapters' input and the backward are the same in both; dense weights know no mode.
@@ -41,7 +42,7 @@ __all__ = [
     "use_fp8",
 ]
 
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "triton")
 MODES = ("w8a16", "w8a8")
 BACKEND_VARIABLE = "MEGATRON_XORL_FP8_BACKEND"
 MODE_VARIABLE = "MEGATRON_XORL_FP8_MODE"
@@ -133,6 +134,18 @@ class Backend(Protocol):
         """``out [P, Q] = left^T right`` over the M rows of both: fp32 sums, one rounding; zeros for M = 0."""
         ...
 
+    def grouped_shrink(
+        self, x: Tensor, a: Tensor, scale: float, counts: Sequence[int], out: Tensor
+    ) -> None:
+        """``out_e [m, R] = scale x_e A_e^T`` with A ``[E or 1, R, K]``, bit for bit what :meth:`shrink` gives per expert."""
+        ...
+
+    def grouped_factor_gradient(
+        self, left: Tensor, right: Tensor, counts: Sequence[int], out: Tensor
+    ) -> None:
+        """``out [E, P, Q]``: ``left_e^T right_e``; with one expert in ``out``, the sum over all rows."""
+        ...
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -196,17 +209,19 @@ def engine_on(device: str) -> Engine:
         PlatformError: an unknown name, or a backend that was asked for by name and cannot run.
     """
     name, source = _choice(_asked.backend, BACKEND_VARIABLE, BACKENDS, "auto")
-    mode, _ = _choice(_asked.mode, MODE_VARIABLE, MODES, "w8a16")
-    if name == "reference":
-        return Engine(_reference(), mode, source)
+    fastest = "cpu" if device in ("cpu", "meta") else "triton"
+    wanted = fastest if name == "auto" else name
     try:
-        backend = _cpu(device)
+        backend = _load(wanted, device)
+        why = "the fastest here" if name == "auto" else source
     except PlatformError as error:
         if name != "auto":
             raise PlatformError(f"FP8 backend {name} ({source}): {error}") from error
         logger.warning("FP8 products run on the slow reference backend: %s", error)
-        return Engine(_reference(), mode, f"fallback: {error}")
-    return Engine(backend, mode, "the fastest here" if name == "auto" else source)
+        backend, why = _reference(), f"fallback: {error}"
+    default = "w8a8" if backend.name == "triton" else "w8a16"
+    mode, _ = _choice(_asked.mode, MODE_VARIABLE, MODES, default)
+    return Engine(backend, mode, why)
 
 
 def _choice(asked: str | None, variable: str, known: tuple[str, ...], default: str) -> tuple[str, str]:  # fmt: skip
@@ -229,9 +244,13 @@ def _reference() -> Backend:
     return ReferenceBackend()
 
 
+def _load(name: str, device: str) -> Backend:
+    if name == "reference" or device == "meta":
+        return _reference()  # on meta there are shapes only: nothing is computed
+    return _triton(device) if name == "triton" else _cpu(device)
+
+
 def _cpu(device: str) -> Backend:
-    if device == "meta":
-        return _reference()  # shapes only: nothing is computed
     if device != "cpu":
         raise PlatformError(
             f"the cpu backend computes on a CPU, the tensors are on {device}; set {BACKEND_VARIABLE}=reference"
@@ -239,3 +258,9 @@ def _cpu(device: str) -> Backend:
     from megatron_xorl.fp8.cpu import CpuBackend
 
     return CpuBackend()
+
+
+def _triton(device: str) -> Backend:
+    from megatron_xorl.fp8.triton import TritonBackend
+
+    return TritonBackend(device)

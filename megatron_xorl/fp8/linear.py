@@ -28,7 +28,6 @@ from torch import Tensor
 
 from megatron_xorl.errors import AdapterError, LayoutError
 from megatron_xorl.fp8.engine import Backend, LowRank, engine
-from megatron_xorl.fp8.reference import groups
 from megatron_xorl.fp8.weight import FrozenWeight
 
 __all__ = [
@@ -299,21 +298,16 @@ class _AdaptedGroupedLinear(torch.autograd.Function):
 def _shrink_groups(
     backend: Backend, x: Tensor, a: Tensor, scale: float, counts: Sequence[int]
 ) -> Tensor:
-    """``scale x_e A_e^T`` by groups, for a shared factor too: one product over all rows may have other bits."""
     out = x.new_empty(x.shape[0], a.shape[1])
-    for expert, rows in enumerate(groups(counts)):
-        backend.shrink(x[rows], a[expert if a.shape[0] > 1 else 0], scale, out[rows])
+    backend.grouped_shrink(x, a, scale, counts, out)
     return out
 
 
 def _group_gradients(
     backend: Backend, left: Tensor, right: Tensor, factor: Tensor, counts: Sequence[int]
 ) -> Tensor:
-    """``left_e^T right_e`` of each expert, or one sum over all rows for a shared factor."""
     out = torch.empty_like(factor)
-    own = groups(counts) if factor.shape[0] > 1 else [slice(None)]
-    for gradient, rows in zip(out, own, strict=True):
-        backend.factor_gradient(left[rows], right[rows], gradient)
+    backend.grouped_factor_gradient(left, right, counts, out)
     return out
 
 

@@ -10,6 +10,7 @@ by 2.6e-7, so an fp32 GEMM could not be the measure of another; nor would it be 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -23,10 +24,37 @@ from megatron_xorl.fp8.format import (
 )
 from megatron_xorl.fp8.weight import FrozenWeight
 
-__all__ = ["ReferenceBackend"]
+__all__ = ["ExpertLoops", "ReferenceBackend", "groups"]
 
 
-class ReferenceBackend:
+class ExpertLoops(ABC):
+    """The grouped products of LoRA factors as one product an expert: for backends without a launch that takes all of them."""
+
+    def grouped_shrink(
+        self, x: Tensor, a: Tensor, scale: float, counts: Sequence[int], out: Tensor
+    ) -> None:
+        """``out_e = scale x_e A_e^T``, for a shared factor too: one product over all rows may have other bits."""
+        for expert, rows in enumerate(groups(counts)):
+            self.shrink(x[rows], a[expert % a.shape[0]], scale, out[rows])
+
+    def grouped_factor_gradient(
+        self, left: Tensor, right: Tensor, counts: Sequence[int], out: Tensor
+    ) -> None:
+        """``out_e = left_e^T right_e``, or one sum over all rows where ``out`` has one expert."""
+        own = groups(counts) if out.shape[0] > 1 else [slice(None)]
+        for gradient, rows in zip(out, own, strict=True):
+            self.factor_gradient(left[rows], right[rows], gradient)
+
+    @abstractmethod
+    def shrink(self, x: Tensor, a: Tensor, scale: float, out: Tensor) -> None:
+        """``out = scale x A^T``."""
+
+    @abstractmethod
+    def factor_gradient(self, left: Tensor, right: Tensor, out: Tensor) -> None:
+        """``out = left^T right``."""
+
+
+class ReferenceBackend(ExpertLoops):
     """See :class:`megatron_xorl.fp8.engine.Backend`, whose shapes and rounding points hold here."""
 
     name = "reference"

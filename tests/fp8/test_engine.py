@@ -64,7 +64,8 @@ def test_a_backend_asked_for_by_name_is_an_error_where_it_cannot_run() -> None:
     [
         ("cpuu", None, "did you mean cpu"),
         (None, "w8a18", "w8a16, w8a8"),
-        ("triton", None, "auto, reference, cpu"),
+        ("cuda", None, "auto, reference, cpu, triton"),
+        ("triton", None, "needs a GPU"),
     ],
 )
 def test_an_unknown_name_is_refused_and_the_choice_before_stays(
