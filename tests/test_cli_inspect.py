@@ -81,7 +81,10 @@ def test_one_rank_is_reported_with_its_place(capsys: pytest.CaptureFixture[str])
         (["glm-5.2", "--tp", "32"], "FP8 blocks of 128"),
         (["glm-5.2", "--ep", "5"], "ep 5 does not divide the 256 experts; nearest legal: 2, 4, 8"),
         (["glm-5.2", "--ep", "8", "--world", "12"], "world size 12 is not a multiple of etp × ep"),
-        (["glm-5.2", "--cp", "2"], "cp 2: sparse attention supports one context-parallel rank"),
+        (
+            ["glm-5.2", "--cp", "2", "--world", "3"],
+            "world size 3 is not a multiple of tp × pp × cp",
+        ),
         (["glm-5.2", "--pp", "0"], "pp is 0, expected a whole number of at least 1"),
         (["tiny", "--ep", "2", "--rank", "2"], "rank 2 does not exist; expected 0 to 1"),
         (

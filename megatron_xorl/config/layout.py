@@ -4,7 +4,8 @@ The one idea: a layout is legal or it is refused with the reason and the nearest
 before any process starts. Names are Megatron's: tp (tensor), pp (pipeline), ep (expert), etp
 (expert tensor), cp (context). Refused: sizes that do not divide the world, the experts or the
 heads; a tensor cut inside a block of the FP8 scale grid; more pipeline stages than ``stages.py``
-beside this file can cut; context parallelism; a world larger than any machine's.
+beside this file can cut; a sequence that context and tensor ranks cannot share evenly; a world larger
+than any machine's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ __all__ = [
     "check_layout",
     "layout_problems",
     "rank_coordinates",
+    "sequence_problem",
+    "sequence_unit",
     "smallest_world",
 ]
 
@@ -126,7 +129,6 @@ def layout_problems(config: GlmConfig, layout: ParallelLayout) -> tuple[str, ...
             _tensor(config, layout.tp),
             _expert_tensor(config, layout.etp),
             pipeline_problem(config, layout.pp),
-            _context(layout.cp),
         )
         if problem
     )
@@ -151,11 +153,25 @@ def _legal(whole: int, problem: Callable[[int], str | None]) -> list[int]:
     return [size for size in {*small, *(whole // size for size in small)} if problem(size) is None]
 
 
-def _context(cp: int) -> str | None:
+def sequence_unit(*, tp: int, cp: int) -> int:
+    """Return what the tokens of a sequence must be a multiple of.
+
+    Context parallelism cuts a sequence into ``2 * cp`` parts (``layers.context``), sequence parallelism what a context rank holds
+    into tp.
+    """
+    return tp if cp == 1 else cp * math.lcm(2, tp)
+
+
+def sequence_problem(seq_length: int, *, tp: int, cp: int) -> str | None:
+    """Return why sequences of ``seq_length`` tokens cannot be cut over cp and then tp ranks; None if they can."""
+    unit = sequence_unit(tp=tp, cp=cp)
+    if seq_length % unit == 0:
+        return None
+    below = seq_length // unit * unit
+    legal = [length for length in (below, below + unit) if length]
     return (
-        None
-        if cp == 1
-        else f"cp {cp}: sparse attention supports one context-parallel rank; nearest legal: 1"
+        f"seq_length {seq_length} does not cut evenly over cp {cp} and tp {tp}: it must be a multiple of {unit}; "
+        f"nearest legal: {nearest_legal(seq_length, legal)}"
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_xorl.errors import DataError
 
-__all__ = ["VisibleKeys", "causal_keys"]
+__all__ = ["VisibleKeys", "causal_keys", "document_bounds"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class VisibleKeys:
     def positions(self) -> Tensor:
         """Rotary position of every token within its document, of the shape of ``first``."""
         return self.last - self.first
+
+    def of(self, slots: Tensor | None) -> VisibleKeys:
+        """The keys of the queries in ``slots`` ``[q]`` alone; None: of all."""
+        return self if slots is None else VisibleKeys(self.first[slots], self.last[slots])
 
     def span(self, queries: slice, row: int) -> tuple[int, int]:
         """Smallest range of slots ``(begin, end)`` that holds every legal key of ``queries`` of batch row ``row``."""
@@ -63,13 +67,17 @@ def causal_keys(
     last = torch.arange(length, device=device)
     if packed is None:
         return VisibleKeys(torch.zeros_like(last).unsqueeze(1), last.unsqueeze(1))
-    bounds = _bounds(packed, length, batch).to(device)
+    bounds = document_bounds(packed, length, batch).to(device)
     first = bounds[torch.searchsorted(bounds, last, right=True) - 1]
     return VisibleKeys(first.unsqueeze(1), last.unsqueeze(1))
 
 
-def _bounds(packed: PackedSeqParams, length: int, batch: int) -> Tensor:
-    """int64 ``[documents + 1]``: where each document begins, and where the last one ends."""
+def document_bounds(packed: PackedSeqParams, length: int, batch: int) -> Tensor:
+    """int64 ``[documents + 1]``: where each document begins, and where the last one ends.
+
+    Raises:
+        DataError: see :func:`causal_keys`.
+    """
     tokens, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
     if packed.qkv_format != "thd" or batch != 1:
         raise DataError(

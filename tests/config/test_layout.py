@@ -12,6 +12,7 @@ from megatron_xorl.config.layout import (
     check_layout,
     layout_problems,
     rank_coordinates,
+    sequence_problem,
     smallest_world,
 )
 from megatron_xorl.config.model import load_glm_config
@@ -30,6 +31,8 @@ GLM = load_glm_config("glm-5.2")
         ParallelLayout(etp=2, world=2),
         ParallelLayout(tp=2, ep=4, world=8),
         ParallelLayout(pp=2, world=2),
+        ParallelLayout(cp=2, ep=2, world=2),
+        ParallelLayout(tp=2, cp=3, ep=2, world=6),
     ],
 )
 def test_layouts_of_the_tiny_model_that_are_legal(layout: ParallelLayout) -> None:
@@ -49,7 +52,7 @@ def test_layouts_of_the_tiny_model_that_are_legal(layout: ParallelLayout) -> Non
         (ParallelLayout(ep=2, world=3), ["world size 3", "etp × ep × pp = 2"]),
         (ParallelLayout(tp=2, world=3), ["world size 3", "tp × pp × cp = 2"]),
         (ParallelLayout(pp=3, world=3), ["2 such layers", "nearest legal: 1, 2"]),
-        (ParallelLayout(cp=2, world=2), ["cp 2", "one context-parallel rank", "legal: 1"]),
+        (ParallelLayout(cp=2, world=3), ["world size 3", "tp × pp × cp = 2"]),
         (ParallelLayout(tp=0), ["tp is 0"]),
         (ParallelLayout(ep=True), ["ep is True"]),
         (ParallelLayout(world=2**20 + 1), ["world is 1048577, expected at most 1048576"]),
@@ -133,3 +136,27 @@ def test_the_smallest_world_is_one_that_both_products_divide() -> None:
     assert smallest_world(tp=4, etp=2) == 4
     assert smallest_world(tp=2, pp=2, ep=8) == 16
     assert smallest_world(tp=3, ep=2) == 6
+
+
+@pytest.mark.parametrize(
+    ("length", "tp", "cp", "says"),
+    [
+        (7, 1, 1, None),
+        (6, 2, 1, None),
+        (12, 2, 3, None),
+        (16, 4, 4, None),
+        (7, 2, 1, "a multiple of 2; nearest legal: 6, 8"),
+        (6, 1, 2, "a multiple of 4; nearest legal: 4, 8"),
+        (3, 1, 2, "a multiple of 4; nearest legal: 4"),
+        (24, 4, 4, "a multiple of 16; nearest legal: 16, 32"),
+        (15, 3, 5, "a multiple of 30; nearest legal: 30"),
+    ],
+)
+def test_sequences_that_context_and_tensor_ranks_can_share(
+    length: int, tp: int, cp: int, says: str | None
+) -> None:
+    found = sequence_problem(length, tp=tp, cp=cp)
+    if says is None:
+        assert found is None
+    else:
+        assert found is not None and f"over cp {cp} and tp {tp}" in found and found.endswith(says)
