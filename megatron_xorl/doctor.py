@@ -126,7 +126,15 @@ def _fp8() -> dict[str, str]:
         found = chosen()
     except PlatformError as error:
         return {"fp8": "none", "fp8_mode": "none", "fp8_why": str(error)}
-    return {"fp8": found.backend.name, "fp8_mode": found.mode, "fp8_why": found.why}
+    kernels = found.backend.name == "triton"
+    return {
+        "fp8": found.backend.name,
+        "fp8_mode": found.mode,
+        "fp8_why": found.why,
+        "sparse_attention": "triton (bf16, widths of powers of two), else torch"
+        if kernels
+        else "torch",
+    }
 
 
 def _gpus() -> list[str]:

@@ -1,7 +1,7 @@
 """What an adapter configuration may ask for today.
 
 The configuration language is complete from the start, so that a file does not change when a feature arrives; until then the
-setting is refused. It is never ignored: a dropout or an indexer loss that is silently off trains something else than asked.
+setting is refused. It is never ignored: an indexer loss that is silently off trains something else than asked.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ def check_available(adapter: AdapterConfig) -> None:
         AdapterError: lists each such setting, its value and the value to use.
     """
     faults = []
-    if adapter.dropout != 0:
-        faults.append(f"dropout is {adapter.dropout:g}; set dropout: 0")
     if adapter.indexer != "frozen":
         faults.append(f"indexer is {adapter.indexer}; set indexer: frozen")
-    if adapter.allow_nonzero_frozen:
-        faults.append("allow_nonzero_frozen is true; set it to false")
     if faults:
         raise AdapterError(f"these adapter settings are not available yet: {'; '.join(faults)}")

@@ -108,16 +108,23 @@ def _pair_of(
     host: AdapterHost, target: str, inventory: Inventory, adapter: AdapterConfig, seed: int
 ) -> LoraPair:
     a, b = (_owned(inventory.by_name[f"{target}.lora_{side}"]) for side in "AB")
-    return build_pair(host, a, b, scale=adapter.scale_of(a.factor.rank), seed=seed)
+    scale = adapter.scale_of(a.factor.rank)
+    return build_pair(host, a, b, scale=scale, seed=seed, dropout=adapter.dropout)
 
 
 def build_pair(
-    host: AdapterHost, a: FactorSlice, b: FactorSlice, *, scale: float, seed: int
+    host: AdapterHost,
+    a: FactorSlice,
+    b: FactorSlice,
+    *,
+    scale: float,
+    seed: int,
+    dropout: float = 0.0,
 ) -> LoraPair:
     """Slices ``a`` and ``b`` of two factors in the dtype and on the device of ``host``'s base, marked for what trains."""
     base = host.base
     device = next(base.buffers()).device
-    pair = LoraPair(a, b, scale=scale, dtype=base.dtype, device=device, seed=seed)
+    pair = LoraPair(a, b, scale=scale, dtype=base.dtype, device=device, seed=seed, dropout=dropout)
     for factor, _, parameter in pair.named_factors():
         parameter.requires_grad_(factor.trainable)
         mark_ownership(parameter, factor, **_sizes())

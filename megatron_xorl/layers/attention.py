@@ -8,6 +8,12 @@ moved into the latent space, every head attends to the same ``[kv_lora_rank + ro
 The selection travels explicitly: :meth:`forward` takes the indices of the last full-indexer layer and returns its own. Nothing
 is left on a module or a config between layers, microbatches or models (Megatron-LM issue 6020).
 
+Context parallelism: queries are this rank's, keys the whole row's, gathered in its order (``layers.context``). ``kv_b_proj``
+acts on queries and outputs alone, so that each rank's gradient of its factors is the part of its own tokens, and Megatron's sum
+over the ranks counts every token once.
+
+A dropout of ``kv_b_proj``'s input makes keys a few columns wider, see ``layers.absorbed``.
+
 Selective recomputation: ``core_attn`` computes the attention over the selection again, ``mla_up_proj`` everything between the
 latents and the output projection, so that of the widest activations (``[s, b, heads, kv_lora_rank + rope]``) none is kept.
 
@@ -18,6 +24,7 @@ cannot express ``indexer_types``, and reads ``linear_kv_up_proj.weight`` as a pl
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,14 +36,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_xorl.errors import LayoutError
-from megatron_xorl.fp8.linear import frozen_head_matmul
+from megatron_xorl.layers.absorbed import absorbed_product, key_products
 from megatron_xorl.layers.cache import LatentCache
+from megatron_xorl.layers.context import ContextSplit, Placement
 from megatron_xorl.layers.indexer import Indexer
 from megatron_xorl.layers.provider import FrozenSpecProvider
 from megatron_xorl.layers.recompute import recomputed_modules
 from megatron_xorl.layers.rope import rotary_cos_sin, rotate
 from megatron_xorl.layers.sparse import attend_selected
-from megatron_xorl.layers.visible import causal_keys
+from megatron_xorl.layers.token_keys import bound
+from megatron_xorl.layers.visible import VisibleKeys, causal_keys
 
 __all__ = ["SparseLatentAttention"]
 
@@ -61,12 +70,9 @@ class SparseLatentAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         del cp_comm_type, name
-        if config.context_parallel_size > 1:
-            raise LayoutError(
-                "context parallel size is > 1; sparse attention supports cp=1 only; set --context-parallel-size 1"
-            )
         glm = provider.glm
         self.glm, self.layer_number, self.tp_group = glm, layer_number, pg_collection.tp
+        self.context_split = ContextSplit(pg_collection.cp)
         self.heads = glm.num_attention_heads // self.tp_group.size()
         self.scale = glm.qk_head_dim**-0.5
         replicated, column, row = (
@@ -110,9 +116,9 @@ class SparseLatentAttention(MegatronModule):
         """Attend.
 
         Args:
-            hidden_states: ``[s/tp, b, h]``, after the input norm.
-            selected: int32 ``[s, b, topk]``, the selection of the layer's source; ignored by a full layer.
-            packed_seq_params: documents packed along s (``cu_seqlens_q``), b = 1.
+            hidden_states: ``[s/tp, b, h]``, after the input norm; s is what this context rank holds of the row.
+            selected: int32 ``[s, b, topk]``, the selection of the layer's source, in slots of the row; ignored by a full layer.
+            packed_seq_params: documents packed along the whole row (``cu_seqlens_q``), b = 1.
             cache: keys of earlier tokens, when generating.
 
         Returns:
@@ -120,17 +126,14 @@ class SparseLatentAttention(MegatronModule):
         """
         glm = self.glm
         q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states)[0])
-        length = q_latent.shape[0] * (self.tp_group.size() if self.config.sequence_parallel else 1)
-        visible = (
-            causal_keys(length, packed_seq_params, hidden_states.device, q_latent.shape[1])
-            if cache is None
-            else cache.visible()
-        )
+        place, visible = self._place(q_latent, packed_seq_params, cache)
         rope = rotary_cos_sin(
             visible.positions, glm.qk_rope_head_dim, glm.rope_theta, hidden_states.dtype
         )
         if self.core_attention.indexer is not None:
-            selected = self.core_attention.indexer(hidden_states, q_latent, rope, visible, cache)
+            selected = self.core_attention.indexer(
+                hidden_states, q_latent, rope, visible, cache, place
+            )
         if selected is None:
             raise LayoutError(
                 f"layer {self.layer_number - 1} shares the indexer of layer {glm.indexer_source(self.layer_number - 1)}, "
@@ -139,30 +142,59 @@ class SparseLatentAttention(MegatronModule):
         key = self._keys(hidden_states, rope)
         if cache is not None:
             key = cache.store(self.layer_number, "latent", key)
-        output = self._checkpointed("mla_up_proj", self._attend, q_latent, key, selected, *rope)
+        attend = partial(self._attend, place)
+        output = self._checkpointed("mla_up_proj", attend, q_latent, key, selected, *rope)
         return self.linear_proj(output), selected
+
+    def _place(
+        self, q_latent: Tensor, packed: PackedSeqParams | None, cache: LatentCache | None
+    ) -> tuple[Placement, VisibleKeys]:
+        """Where this rank's tokens stand in the row, and the keys that each may see."""
+        group, device, batch = self.context_split.group, q_latent.device, q_latent.shape[1]
+        if cache is not None:
+            if group.size() > 1:
+                raise LayoutError(
+                    f"a generation cache holds whole rows, found context parallel size {group.size()}; generate with cp 1"
+                )
+            return Placement(None, group), cache.visible()
+        local = q_latent.shape[0] * (self.tp_group.size() if self.config.sequence_parallel else 1)
+        length = local * group.size()
+        place = self.context_split.place(length, device, packed, batch)
+        return place, causal_keys(length, packed, device, batch).of(place.slots)
 
     def _checkpointed(
         self, region: str, function: Callable[..., Tensor], *inputs: Tensor
     ) -> Tensor:
         """Run ``function``, keeping only its inputs for backward if ``region`` is to be recomputed."""
         if region in self.recomputed and self.training:
-            result: Tensor = tensor_parallel.checkpoint(function, False, *inputs)
+            result: Tensor = tensor_parallel.checkpoint(bound(function), False, *inputs)
             return result
         return function(*inputs)
 
     def _attend(
-        self, q_latent: Tensor, key: Tensor, selected: Tensor, cos: Tensor, sin: Tensor
+        self,
+        place: Placement,
+        q_latent: Tensor,
+        key: Tensor,
+        selected: Tensor,
+        cos: Tensor,
+        sin: Tensor,
     ) -> Tensor:
-        """``[s, b, heads * v_head_dim]`` from the q latent, the keys and the selection."""
+        """``[s, b, heads * v_head_dim]`` from the q latent, this rank's keys and the selection."""
         glm = self.glm
         query = self._queries(q_latent, (cos, sin))
-        latent = self._checkpointed("core_attn", self._attend_latent, query, key, selected)
+        attend = partial(self._attend_latent, place)
+        latent = self._checkpointed("core_attn", attend, query, key, selected)
         rows = slice(glm.qk_nope_head_dim, glm.qk_nope_head_dim + glm.v_head_dim)
         return self._kv_up(latent, rows, contract="cols").flatten(2)
 
-    def _attend_latent(self, query: Tensor, key: Tensor, selected: Tensor) -> Tensor:
-        return attend_selected(query, key, selected, self.scale, self.glm.kv_lora_rank)
+    def _attend_latent(
+        self, place: Placement, query: Tensor, key: Tensor, selected: Tensor
+    ) -> Tensor:
+        # Gathered here, inside what may be recomputed: then a layer keeps this rank's keys for backward and not the row's.
+        key = place.whole(key)
+        latent = key.shape[-1] - self.glm.qk_rope_head_dim
+        return attend_selected(query, key, selected, self.scale, latent)
 
     def _queries(self, q_latent: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Absorbed queries ``[s, b, heads, kv_lora_rank + rope]``."""
@@ -177,26 +209,19 @@ class SparseLatentAttention(MegatronModule):
         return torch.cat([absorbed, q_rope], dim=-1)
 
     def _keys(self, hidden_states: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Latent and rotary key of every token, shared by all heads: ``[s, b, kv_lora_rank + rope]``."""
+        """Latent and rotary key of every token of this context rank, shared by all heads: ``[s, b, kv_lora_rank + rope]``."""
         glm = self.glm
         kv = self.linear_kv_down_proj(hidden_states)[0]
         latent, k_rope = kv.split([glm.kv_lora_rank, glm.qk_rope_head_dim], dim=-1)
-        kv = torch.cat([self.kv_layernorm(latent), k_rope], dim=-1)
+        latent = self.kv_layernorm(latent)
+        kv = torch.cat([latent, *key_products(self.linear_kv_up_proj, latent), k_rope], dim=-1)
         if self.tp_group.size() > 1:
             # Each rank's heads use every key; backward sums the ranks' partial gradients (reduce-scatter).
             kv = gather_from_sequence_parallel_region(kv, group=self.tp_group)
-        latent, k_rope = kv.split([glm.kv_lora_rank, glm.qk_rope_head_dim], dim=-1)
+        rope_width = glm.qk_rope_head_dim
+        latent, k_rope = kv.split([kv.shape[-1] - rope_width, rope_width], dim=-1)
         return torch.cat([latent, rotate(k_rope, *rope, interleaved=glm.rope_interleave)], dim=-1)
 
     def _kv_up(self, x: Tensor, rows: slice, *, contract: str) -> Tensor:
         """Apply one half of ``kv_b_proj`` head by head to ``[s, b, heads, d]``, base and adapter."""
-        flat = x.flatten(0, 1)
-        linear = self.linear_kv_up_proj
-        y = frozen_head_matmul(flat, linear.base, rows, contract=contract)
-        for pair in linear.adapters.values():
-            b = pair.lora_B.view(self.heads, -1, pair.lora_B.shape[1])[:, rows]  # [heads, rows, r]
-            if contract == "rows":
-                y = y + torch.einsum("thd,hdr->thr", flat, b) @ pair.lora_A * pair.scale
-            else:
-                y = y + torch.einsum("thr,hdr->thd", flat @ pair.lora_A.t(), b) * pair.scale
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return absorbed_product(self.linear_kv_up_proj, x, self.heads, rows, contract=contract)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron_xorl.config.model import GlmConfig
 from megatron_xorl.fp8.linear import frozen_grouped_linear
 from megatron_xorl.fp8.weight import FrozenWeight
+from megatron_xorl.layers.dropout import dropped_shrink, expert_drop
 from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.linear import buffer_device, divide
 from megatron_xorl.layers.lora import LoraPair
@@ -57,15 +58,32 @@ class BankLinear(AdapterHost):
         x: Tensor,
         tokens_per_expert: list[int],
         given: Mapping[LoraPair, Tensor] | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
-        """``[T, in]`` -> ``[T, out]``, tokens grouped by local expert; ``given`` holds the ``x A^T`` that are known already."""
+        """``[T, in]`` -> ``[T, out]``, tokens grouped by local expert.
+
+        Args:
+            x: the rows.
+            tokens_per_expert: rows of each local expert.
+            given: the ``x A^T`` that are known already.
+            keys: int64 ``[T]``, keys of the rows' tokens; needed where a pair has a dropout.
+        """
         known = given or {}
 
         def delta(pair: LoraPair) -> Tensor:
-            t = known[pair] if pair in known else _half(x, pair.lora_A, tokens_per_expert)
+            t = known[pair] if pair in known else self.inner(x, pair, tokens_per_expert, keys)
             return _half(t, pair.lora_B, tokens_per_expert) * pair.scale
 
         return self.add_deltas(self.frozen(x, tokens_per_expert), delta)
+
+    def inner(
+        self, x: Tensor, pair: LoraPair, tokens_per_expert: list[int], keys: Tensor | None
+    ) -> Tensor:
+        """``x A^T`` ``[T, r]`` of what the pair's dropout leaves of x."""
+        drop = expert_drop(pair, self.training, keys, tokens_per_expert)
+        if drop is None:
+            return _half(x, pair.lora_A, tokens_per_expert)
+        return dropped_shrink(x, pair.lora_A, 1.0, drop, tokens_per_expert)
 
     def frozen(self, x: Tensor, tokens_per_expert: list[int]) -> Tensor:
         """``[T, in]`` -> ``[T, out]`` without any adapter."""
@@ -127,8 +145,8 @@ class ExpertBank(nn.Module):
 
     @property
     def outer(self) -> Outer | None:
-        """The shared factors that act outside the dispatch, or ``None`` for the plain form."""
-        return outer_of(self.linear_fc1, self.linear_fc2) if self.once_per_token else None
+        """The shared factors that act outside the dispatch and what goes with the rows; ``None``: nothing, the plain form."""
+        return outer_of(self.linear_fc1, self.linear_fc2, once_per_token=self.once_per_token)
 
     def forward(
         self, dispatched_input: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -139,23 +157,27 @@ class ExpertBank(nn.Module):
         """
         counts = tokens_per_expert.tolist()
         outer = self.outer
-        x, given = (dispatched_input, None) if outer is None else outer.split(dispatched_input)
-        gate_up = self.linear_fc1(x, counts, given)
+        x, given, keys = (
+            (dispatched_input, None, None) if outer is None else outer.split(dispatched_input)
+        )
+        gate_up = self.linear_fc1(x, counts, given, keys)
         del x, given
         if self.recompute_activation and self.training:
             with freed(swiglu, gate_up) as activated:
-                outputs = self._down(activated, counts, outer)
+                outputs = self._down(activated, counts, outer, keys)
         else:
-            outputs = self._down(swiglu(gate_up), counts, outer)
+            outputs = self._down(swiglu(gate_up), counts, outer, keys)
         weight = permuted_probs.unsqueeze(-1)
         y, *products = ((part * weight).to(part.dtype) for part in outputs)
         return (y if outer is None else outer.join(y, products)), None
 
-    def _down(self, activated: Tensor, counts: list[int], outer: Outer | None) -> list[Tensor]:
+    def _down(
+        self, activated: Tensor, counts: list[int], outer: Outer | None, keys: Tensor | None
+    ) -> list[Tensor]:
         """Outputs ``[T, H]``, then ``activated A_e^T`` ``[T, r]`` of every pair whose B comes after the combine."""
         if outer is None or not outer.after:
-            return [self.linear_fc2(activated, counts)]
-        products = [_half(activated, pair.lora_A, counts) for pair in outer.after]
+            return [self.linear_fc2(activated, counts, keys=keys)]
+        products = [self.linear_fc2.inner(activated, pair, counts, keys) for pair in outer.after]
         return [self.linear_fc2.frozen(activated, counts), *products]
 
     def backward_dw(self) -> None:

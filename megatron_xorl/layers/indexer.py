@@ -18,7 +18,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_xorl.layers import sparse_kernels
 from megatron_xorl.layers.cache import LatentCache
+from megatron_xorl.layers.context import Placement
 from megatron_xorl.layers.provider import FrozenSpecProvider
 from megatron_xorl.layers.rope import rotate
 from megatron_xorl.layers.visible import VisibleKeys
@@ -59,15 +61,17 @@ class Indexer(nn.Module):
         rope: tuple[Tensor, Tensor],
         visible: VisibleKeys,
         cache: LatentCache | None = None,
+        place: Placement | None = None,
     ) -> Tensor:
         """Select keys for every query.
 
         Args:
             hidden: ``[s/tp, b, h]``, after the input norm.
             q_latent: ``[s/tp, b, q_lora_rank]``, after its norm.
-            rope: cosines and sines ``[s, b or 1, rope/2]`` of the whole sequence.
-            visible: the keys each query may see.
+            rope: cosines and sines ``[s, b or 1, rope/2]`` of this context rank's tokens.
+            visible: the keys each query may see, in slots of the whole row.
             cache: holds the index keys of earlier tokens, and takes those of these.
+            place: where this context rank's tokens stand in the row; None: they are the row.
 
         Returns:
             int32 ``[s, b, min(index_topk, keys)]``, -1 where fewer keys are legal.
@@ -79,6 +83,8 @@ class Indexer(nn.Module):
         q = q.view(*q.shape[:2], glm.index_n_heads, glm.index_head_dim)
         q = self._rotated(q, rope[0].unsqueeze(2), rope[1].unsqueeze(2))
         k = self._rotated(k, *rope)
+        if place is not None:
+            k = place.whole(k)
         if cache is not None:
             k = cache.store(self.layer_number, "index_key", k)
         return select_topk(q, k, weights, visible, glm.index_topk)
@@ -89,7 +95,7 @@ class Indexer(nn.Module):
         return torch.cat([turned, x[..., width:]], dim=-1)
 
     def _whole(self, x: Tensor) -> Tensor:
-        """Whole sequence from a rank's part (sequence parallelism)."""
+        """All tokens of this context rank from a tensor rank's part (sequence parallelism)."""
         return (
             x
             if self.tp_group.size() == 1
@@ -112,6 +118,9 @@ def select_topk(
     Returns:
         int32 ``[s, b, min(topk, keys)]``, -1 for an unused place.
     """
+    by_kernels = sparse_kernels.select(query, key, weights, visible, topk, _scores)
+    if by_kernels is not None:
+        return by_kernels
     length, batch, heads, _ = query.shape
     keys = key.shape[0]
     selected = query.new_full((length, batch, min(topk, keys)), -1, dtype=torch.int32)

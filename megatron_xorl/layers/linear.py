@@ -9,6 +9,9 @@ gradient on each, because sequence parallelism gives each rank other tokens or o
 ``sequence_parallel = True`` and Megatron sums it over the tensor group in ``finalize_model_grads``. A cut factor's gradient
 is complete on its rank.
 
+Dropout of an adapter's input (``layers.dropout``) leaves the base's product alone; :attr:`AdaptedLinear.whole_rows` says which
+tokens' rows come in.
+
 Refused: tensor parallelism without sequence parallelism, biases, gathered outputs of adapted column-parallel layers other
 than the head.
 """
@@ -38,6 +41,7 @@ from megatron_xorl.fp8.linear import (
     lora_shrink,
 )
 from megatron_xorl.fp8.weight import FrozenWeight
+from megatron_xorl.layers.dropout import drop_of, dropped_shrink, drops
 from megatron_xorl.layers.host import AdapterHost, Rows
 from megatron_xorl.layers.lora import LoraPair
 from megatron_xorl.layers.recompute import one_edge
@@ -46,7 +50,13 @@ __all__ = ["AdaptedLinear", "ColumnParallelLinear", "ReplicatedLinear", "RowPara
 
 
 class AdaptedLinear(AdapterHost):
-    """A frozen linear of one tensor rank, ``[out_local, in_local]``, that LoRA pairs can be attached to."""
+    """A frozen linear of one tensor rank, ``[out_local, in_local]``, that LoRA pairs can be attached to.
+
+    Attributes:
+        whole_rows: whether its input has the rows of the whole sequence, or of this rank's part under sequence parallelism.
+    """
+
+    whole_rows = False
 
     def __init__(
         self,
@@ -85,7 +95,8 @@ class AdaptedLinear(AdapterHost):
     def _adapted(self, x: Tensor) -> Tensor:
         """Base and adapters where nothing is communicated between a product and the next."""
         placed = self._placed()
-        if any(len(rows) > 1 for _, rows in placed):
+        if any(len(rows) > 1 or drops(pair, self.training) for pair, rows in placed):
+            x = one_edge(x)
             return self._add_adapters(frozen_linear(x, self.base), x, lambda t: t)
         operands = [LoraOperand(pair.lora_A, pair.lora_B, pair.scale, rows) for pair, (rows,) in placed]  # fmt: skip
         return adapted_linear(x, self.base, operands)
@@ -93,13 +104,20 @@ class AdaptedLinear(AdapterHost):
     def _add_adapters(self, y: Tensor, x: Tensor, between: Callable[[Tensor], Tensor]) -> Tensor:
         """Add every adapter's product to ``y``; ``between`` moves the rank-r product to the base output's parallel state."""
         for pair, ranges in self._placed():
-            t = between(lora_shrink(x, pair.lora_A, pair.scale))
+            t = between(self._shrunk(x, pair))
             sizes = [rows.stop - rows.start for rows in ranges]
             # One backward node for all parts of B, and none where B is one part.
             parts = pair.lora_B.split(sizes) if len(ranges) > 1 else (pair.lora_B,)
             for rows, b in zip(ranges, parts, strict=True):
                 y = lora_add(y, t, b, rows)
         return y
+
+    def _shrunk(self, x: Tensor, pair: LoraPair) -> Tensor:
+        """``scale x A^T`` ``[..., r]``, of what the pair's dropout leaves of x."""
+        drop = drop_of(pair, self.training, whole=self.whole_rows)
+        if drop is None:
+            return lora_shrink(x, pair.lora_A, pair.scale)
+        return dropped_shrink(x, pair.lora_A, pair.scale, drop)
 
     def backward_dw(self) -> None:
         """Nothing: a frozen base has no weight gradient."""
@@ -185,6 +203,8 @@ class ColumnParallelLinear(AdaptedLinear):
 class RowParallelLinear(AdaptedLinear):
     """Input columns cut over the tensor group; the partial outputs are summed and scattered over the sequence."""
 
+    whole_rows = True
+
     def __init__(
         self,
         input_size: int,
@@ -224,4 +244,8 @@ def buffer_device(config: TransformerConfig) -> torch.device | str:
     """Where frozen buffers are allocated under this config."""
     if config.init_model_with_meta_device:
         return "meta"
-    return "cpu" if config.use_cpu_initialization else torch.cuda.currentbuffer_device()
+    return (
+        "cpu"
+        if config.use_cpu_initialization
+        else torch.device("cuda", torch.cuda.current_device())
+    )

@@ -84,6 +84,7 @@ class LoraPair(nn.Module):
         dtype: dtype of both factors, the model's.
         device: where they live.
         seed: seed of the initialisation; ``None`` leaves both zero (they are about to be loaded).
+        dropout: probability that an element of A's input is dropped in training mode (``layers.dropout``).
     """
 
     def __init__(
@@ -95,10 +96,12 @@ class LoraPair(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str | None,
         seed: int,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.slices = {"A": a, "B": b}
         self.scale = scale
+        self.dropout = dropout
         meta = device is not None and torch.device(device).type == "meta"
         lora_A = (
             torch.empty(a.shape, dtype=dtype, device="meta")
@@ -107,6 +110,10 @@ class LoraPair(nn.Module):
         )
         self.lora_A = nn.Parameter(lora_A)
         self.lora_B = nn.Parameter(torch.zeros(b.shape, dtype=dtype, device=device))
+
+    def forward(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """Both factors, A first; a call lets what was hung on this module happen before they are read (``layers.gathered``)."""
+        return self.lora_A, self.lora_B
 
     @property
     def target(self) -> str:

@@ -10,7 +10,7 @@ relative to their greatest, in three all-reduces a call. A and x are whole on ev
 every column-parallel layer.
 
 Logits are the compute dtype's (bf16: the base's product is rounded, the adapter's added to it and rounded once more),
-everything after them is fp32 (fp64 for fp64).
+everything after them is fp32 (fp64 for fp64). A dropout's mask is a function of token and feature, so chunks do not matter to it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_xorl.errors import DataError
 from megatron_xorl.fp8.linear import frozen_linear
 from megatron_xorl.fp8.weight import FrozenWeight
+from megatron_xorl.layers.dropout import Drop
 from megatron_xorl.layers.lora import LoraPair
 
 __all__ = ["CHUNK_BYTES", "token_losses"]
@@ -42,9 +43,14 @@ class _Head:
     scale: float
     group: dist.ProcessGroup
     step: int
+    drop: Drop | None
+
+    def dropped(self, x: Tensor, rows: slice | Tensor) -> Tensor:
+        """What the adapter's dropout leaves of ``x``, the hidden ``rows``."""
+        return x if self.drop is None else self.drop.at(rows).of(x)
 
     def add_adapter(self, base: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
-        """Logits from the base's ``[c, V/tp]``, whose memory they take over, in the dtype of the loss."""
+        """Logits from the base's ``[c, V/tp]``, whose memory they take over, in the loss's dtype; x: the adapter's input."""
         logits = base.detach()
         if a is not None and b is not None:
             logits.addmm_(F.linear(x, a) * self.scale, b.t())
@@ -64,6 +70,7 @@ def token_losses(
     pair: LoraPair | None,
     group: dist.ProcessGroup,
     chunk_bytes: int = CHUNK_BYTES,
+    drop: Drop | None = None,
 ) -> Tensor:
     """Cross-entropy of every row: ``[N]``, fp32 (fp64 for fp64 rows).
 
@@ -74,6 +81,7 @@ def token_losses(
         pair: the head's adapter, A ``[r, H]`` and B ``[V/tp, r]``.
         group: tensor group that the vocabulary is cut over.
         chunk_bytes: bound on one chunk's logits; a chunk has one token at least.
+        drop: dropout of the adapter's input, of the N rows.
 
     Raises:
         DataError: a label is outside the vocabulary.
@@ -85,7 +93,7 @@ def token_losses(
             "(or -100 where a token is not trained)"
         )
     step = max(1, chunk_bytes // (weight.shape[0] * _wide(x.dtype).itemsize))
-    head = _Head(weight, pair.scale if pair is not None else 1.0, group, step)
+    head = _Head(weight, pair.scale if pair is not None else 1.0, group, step, drop)
     factors = (None, None) if pair is None else (pair.lora_A, pair.lora_B)
     losses: Tensor = _TokenLosses.apply(x, *factors, labels, head)
     return losses
@@ -99,7 +107,8 @@ class _TokenLosses(torch.autograd.Function):
         totals, picked = (x.new_zeros(x.shape[0], dtype=_wide(x.dtype)) for _ in range(2))
         for start in range(0, x.shape[0], head.step):
             chunk = slice(start, start + head.step)
-            logits = head.add_adapter(frozen_linear(x[chunk], head.weight), x[chunk], a, b)
+            base = frozen_linear(x[chunk], head.weight)
+            logits = head.add_adapter(base, head.dropped(x[chunk], chunk), a, b)
             rows, columns = head.own(labels[chunk])
             picked[start + rows] = logits[rows, columns]
             largest = logits.amax(-1)
@@ -127,7 +136,8 @@ class _TokenLosses(torch.autograd.Function):
             leaf = x[rows].requires_grad_(dx is not None)
             with torch.enable_grad():
                 base = frozen_linear(leaf, head.weight)
-            logits = head.add_adapter(base, leaf.detach(), a, b)
+            kept = head.dropped(leaf.detach(), rows)
+            logits = head.add_adapter(base, kept, a, b)
             dz = logits.sub_(totals[rows].unsqueeze(-1)).exp_()
             own, columns = head.own(labels[rows])
             dz[own, columns] -= 1.0
@@ -135,7 +145,7 @@ class _TokenLosses(torch.autograd.Function):
             if dx is not None:
                 dx[rows] = torch.autograd.grad(base, leaf, dz)[0]
             if a is not None:
-                _adapter_backward(head.scale, rows, leaf.detach(), dz, (a, b), (dx, da, db))
+                _adapter_backward(head, rows, kept, dz, (a, b), (dx, da, db))
         return (
             dx,
             None if da is None else da.to(a.dtype),
@@ -146,22 +156,22 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _adapter_backward(
-    scale: float,
+    head: _Head,
     rows: Tensor,
     x: Tensor,
     dz: Tensor,
     factors: tuple[Tensor, Tensor],
     sums: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
-    """Add one chunk's contributions to dX, dA and dB, the latter two in the wide dtype."""
+    """Add one chunk's contributions to dX, dA and dB, the latter two in the wide dtype; x is the adapter's input."""
     (a, b), (dx, da, db) = factors, sums
-    dt = (dz @ b) * scale
+    dt = (dz @ b) * head.scale
     if dx is not None:
-        dx[rows] += dt @ a
+        dx[rows] += head.dropped(dt @ a, rows)
     if da is not None:
         da += dt.t() @ x
     if db is not None:
-        db += dz.t() @ (F.linear(x, a) * scale)
+        db += dz.t() @ (F.linear(x, a) * head.scale)
 
 
 def _join(totals: Tensor, group: dist.ProcessGroup) -> Tensor:

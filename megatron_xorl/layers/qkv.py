@@ -150,9 +150,13 @@ class FusedQKVLinear(ColumnParallelLinear):
             seed: of A.
 
         Raises:
-            AdapterError: a leaf is not one of the three, or carries factors already.
+            AdapterError: a leaf is not one of the three, or carries factors already; the configuration has a dropout.
         """
         check_available(adapter)
+        if adapter.dropout:
+            raise AdapterError(
+                f"{prefix}: dropout is {adapter.dropout:g}, and a model of one's own tells its layers no samples; set dropout: 0"
+            )
         rank, dtype = adapter.rank_for("attention"), str(self.base.dtype).removeprefix("torch.")
         groups = self.groups * self.tp_group.size()
         for leaf in leaves:

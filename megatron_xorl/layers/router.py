@@ -6,15 +6,20 @@ by the sum of their two best scores; the weights are the unbiased scores of the 
 
 Megatron's ``TopKRouter`` has no ``norm_topk_prob = false`` and skips the normalisation at top-1, which GLM does not; it also
 updates the bias by default. This router is a fixed function: no auxiliary loss, no bias update, no token dropping.
+
+With ``moe_enable_routing_replay`` a router takes part in Megatron's ``RouterReplay``: choices of a forward are recorded, and
+given ones are used instead of its own; the weights are always its own scores of the experts that are used.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -41,6 +46,7 @@ class GlmRouter(Router):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.glm = glm
+        self.router_replay = RouterReplay() if config.moe_enable_routing_replay else None
         self.register_buffer(
             "expert_bias",
             torch.zeros(glm.n_routed_experts, dtype=torch.float32, device=self.weight.device),
@@ -53,7 +59,7 @@ class GlmRouter(Router):
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(probs, routing_map)``, both ``[T, E]``, from fp32 logits ``[T, E]``."""
-        weights, chosen = choose_experts(logits, self.expert_bias, self.glm)
+        weights, chosen = choose_experts(logits, self.expert_bias, self.glm, self.router_replay)
         probs = torch.zeros_like(logits).scatter(1, chosen, weights)
         return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
@@ -72,10 +78,32 @@ class GlmRouter(Router):
         return self
 
 
-def choose_experts(logits: Tensor, bias: Tensor, glm: GlmConfig) -> tuple[Tensor, Tensor]:
-    """Return the mixture weights and the chosen experts, both ``[T, k]``, from fp32 logits ``[T, E]``."""
+def choose_experts(
+    logits: Tensor, bias: Tensor, glm: GlmConfig, replay: RouterReplay | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the mixture weights and the chosen experts, both ``[T, k]``, from fp32 logits ``[T, E]``.
+
+    ``replay`` records the choice or replaces it, if its action says so.
+    """
     scores = logits.sigmoid()
     choice = (scores + bias).detach()
+    natural = partial(_best, glm=glm)
+    if replay is None:
+        _, chosen = natural(choice, glm.num_experts_per_tok)
+    else:
+        _, chosen = replay.get_replay_topk(
+            choice, glm.num_experts_per_tok, default_compute_topk=natural
+        )
+    weights = scores.gather(1, chosen)
+    if glm.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * glm.routed_scaling_factor, chosen
+
+
+def _best(
+    choice: Tensor, topk: int, *_: Any, glm: GlmConfig, **_megatron: Any
+) -> tuple[Tensor, Tensor]:
+    """The highest biased scores and whose they are, both ``[T, k]``, among the best groups where there are several."""
     if glm.n_group > 1:
         groups = choice.view(-1, glm.n_group, glm.n_routed_experts // glm.n_group)
         best = (
@@ -83,8 +111,5 @@ def choose_experts(logits: Tensor, bias: Tensor, glm: GlmConfig) -> tuple[Tensor
         )
         kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(1, best, True)
         choice = groups.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
-    chosen = choice.topk(glm.num_experts_per_tok, dim=-1, sorted=False).indices
-    weights = scores.gather(1, chosen)
-    if glm.norm_topk_prob:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * glm.routed_scaling_factor, chosen
+    values, chosen = choice.topk(topk, dim=-1, sorted=False)
+    return values, chosen

@@ -10,9 +10,10 @@ In bf16 ``t`` is rounded where it always was. What moves is down's sum over expe
 the k terms are added as the dispatcher adds outputs (in bf16 one rounding a term, over expert-tensor ranks in fp32), so the sum
 is off by at most ``(k + 1) 2^-8 sum_e |p_e A_e h_e|`` an element, times B; before, B's product was rounded for each expert.
 
-Only factors of size 1 on the expert axis are taken, the rest stay with the rows. What must act on single rows between the
-dispatch and a shared A (a dropout with a mask of its own for every row) does not commute: such a bank sets
-``once_per_token = False``. A dropout before the dispatch, or on down's input, is no obstacle.
+Only factors of size 1 on the expert axis are taken, the rest stay with the rows.
+
+Dropout (``layers.dropout``): gate and up have one mask a token, applied with A before the dispatch. Down's input exists after it
+only, so the token's key goes along as eight further columns, one byte each, which every float dtype holds exactly.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_xorl.layers.dropout import current_tokens, drop_of, dropped_shrink, drops
 from megatron_xorl.layers.host import AdapterHost
 from megatron_xorl.layers.lora import LoraPair
+from megatron_xorl.layers.token_keys import KEY_COLUMNS, from_columns, to_columns
 
 __all__ = ["Outer", "outer_of"]
 
@@ -38,30 +41,49 @@ class Outer:
         hidden: width H of a token.
         before: pairs (gate, up) whose A ``[1, r, H]`` is applied before the dispatch.
         after: pairs (down) whose B ``[1, H, r]`` is applied after the combine.
+        training: mode of the bank.
+        keyed: a row carries its token's key.
     """
 
     hidden: int
     before: tuple[LoraPair, ...]
     after: tuple[LoraPair, ...]
+    training: bool = False
+    keyed: bool = False
 
     @property
     def columns(self) -> int:
         """Columns that a row carries besides its H own."""
-        return max(sum(_ranks(self.before)), sum(_ranks(self.after)))
+        return max(sum(self._outward), sum(_ranks(self.after)))
+
+    @property
+    def _outward(self) -> list[int]:
+        """Widths of what a row carries to the experts: products, then the key."""
+        return [*_ranks(self.before), *([KEY_COLUMNS] if self.keyed else [])]
 
     def widen(self, x: Tensor) -> Tensor:
         """Tokens ``[..., H]`` -> ``[..., H + columns]``, as they enter the dispatch."""
-        return self._padded([x, *(F.linear(x, pair.lora_A[0]) for pair in self.before)])
+        parts = [x, *(self._product(x, pair) for pair in self.before)]
+        if self.keyed:
+            parts.append(to_columns(current_tokens("the routed bank").part, x))
+        return self._padded(parts)
 
-    def split(self, rows: Tensor) -> tuple[Tensor, dict[LoraPair, Tensor]]:
-        """Dispatched rows ``[T, H + columns]`` -> ``[T, H]`` and ``{pair: t [T, r]}``.
+    def _product(self, x: Tensor, pair: LoraPair) -> Tensor:
+        drop = drop_of(pair, self.training)
+        if drop is None:
+            return F.linear(x, pair.lora_A[0])
+        return dropped_shrink(x, pair.lora_A[0], 1.0, drop)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, dict[LoraPair, Tensor], Tensor | None]:
+        """Dispatched rows ``[T, H + columns]`` -> ``[T, H]``, ``{pair: t [T, r]}`` and the tokens' keys ``[T]``, if keyed.
 
         Each part is a copy: a view that autograd keeps would keep the whole rows, and a product's bits can depend on strides.
         """
-        ranks = _ranks(self.before)
-        parts = rows.split([self.hidden, *ranks, self.columns - sum(ranks)], dim=-1)
-        x, *ts = (part.contiguous() for part in parts[: 1 + len(ranks)])
-        return x, dict(zip(self.before, ts, strict=True))
+        widths = self._outward
+        parts = rows.split([self.hidden, *widths, self.columns - sum(widths)], dim=-1)
+        x, *ts = (part.contiguous() for part in parts[: 1 + len(self.before)])
+        keys = from_columns(parts[len(widths)]) if self.keyed else None
+        return x, dict(zip(self.before, ts, strict=True)), keys
 
     def join(self, y: Tensor, products: list[Tensor]) -> Tensor:
         """Weighted outputs ``[T, H]`` and rank-r products ``[T, r]`` -> rows ``[T, H + columns]`` for the combine."""
@@ -83,12 +105,21 @@ class Outer:
         return torch.cat(parts, dim=-1)
 
 
-def outer_of(inner: AdapterHost, outer: AdapterHost) -> Outer | None:
-    """What of a bank's gate|up (``inner``) and down (``outer``) can act once per token; ``None`` if nothing can."""
+def outer_of(
+    inner: AdapterHost, outer: AdapterHost, *, once_per_token: bool = True
+) -> Outer | None:
+    """What of a bank's gate|up (``inner``) and down (``outer``) acts once per token or goes with the rows; ``None`` if nothing.
+
+    With ``once_per_token`` False no factor acts there.
+    """
+    training = inner.training
+    pairs = [*inner.adapters.values(), *outer.adapters.values()]
     found = Outer(
         hidden=inner.base.shape[-1],
-        before=_shared(inner, "A"),
-        after=_shared(outer, "B"),
+        before=_shared(inner, "A") if once_per_token else (),
+        after=_shared(outer, "B") if once_per_token else (),
+        training=training,
+        keyed=any(isinstance(pair, LoraPair) and drops(pair, training) for pair in pairs),
     )
     return found if found.columns else None
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_xorl.layers import sparse_kernels
+
 __all__ = ["WORKSPACE_BYTES", "attend_masked", "attend_selected"]
 
 WORKSPACE_BYTES = 8 << 20
@@ -46,6 +48,9 @@ def attend_selected(
     Returns:
         ``[s, b, heads, value_dim]``; zeros for a query without a selected key.
     """
+    by_kernels = sparse_kernels.attend(query, key, selected, scale, value_dim)
+    if by_kernels is not None:
+        return by_kernels
     output: Tensor = _SelectedAttention.apply(query, key, selected, scale, value_dim)
     return output
 

@@ -7,7 +7,7 @@ a fault in line 9,000 is named before the first step and not after an hour.
 
 Samples come in file order. :class:`TrainingSamples` is the view a run trains on: sample ``i`` of
 the run is sample ``i mod N`` of the file, so a position in the data is one number and a resumed run
-continues at it.
+continues at it. Its number ``i`` comes with it: a dropout's mask is a function of it (``layers.token_keys``).
 
 Refused, by file and line: see :func:`read_samples`, :class:`ChatDataset` and :func:`check_batches`.
 """
@@ -133,10 +133,10 @@ class TrainingSamples(Dataset[dict[str, Tensor]]):
         return self._length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return sample ``index`` of the run, which is ``index mod N`` of the file."""
+        """Return sample ``index`` of the run, which is ``index mod N`` of the file, and its number ``sample``, int64."""
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
-        return self.dataset[index % len(self.dataset)]
+        return self.dataset[index % len(self.dataset)] | {"sample": torch.tensor(index)}
 
 
 def check_batches(*, micro: int, global_batch: int, data_parallel: int) -> int:

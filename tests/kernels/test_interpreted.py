@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "tests" / "kernels" / "interpreted"
-LONG = {"test_attention", "test_every_case"}
+LONG = {"test_attention", "test_every_case", "test_model"}
 """Files of half a minute: a default run interprets the linears, the quantisers, and what watches over them."""
 
 FILES = [

@@ -354,8 +354,8 @@ def _gate_for_up(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Outer.split
 
     def split(self: Any, rows: Tensor) -> Any:
-        x, given = real(self, rows)
-        return x, dict(zip(given, reversed(given.values()), strict=True))
+        x, given, keys = real(self, rows)
+        return x, dict(zip(given, reversed(given.values()), strict=True)), keys
 
     monkeypatch.setattr(Outer, "split", split)
 

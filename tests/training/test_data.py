@@ -105,6 +105,8 @@ def test_a_run_is_the_file_again_and_again_and_the_repeat_is_logged_once(write, 
             for i in range(20)
         ]
     assert len(samples) == 20 and order == [i % 3 for i in range(20)]
+    # A sample that comes again is another sample of the run: a dropout has another mask for it.
+    assert [int(samples[i]["sample"]) for i in range(20)] == list(range(20))
     assert len(caplog.records) == 1 and "3 samples are repeated in order" in caplog.text
     with pytest.raises(IndexError):
         samples[20]
