@@ -91,6 +91,7 @@ def transformer_config(
     from megatron_xorl.parallel.pipeline import proposed_layout
 
     tp = parallel_state.get_tensor_model_parallel_world_size()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     fields = model_fields(glm) | {
         "activation_func": F.silu,
         "apply_rope_fusion": False,
@@ -104,6 +105,10 @@ def transformer_config(
         "tensor_model_parallel_size": tp,
         "sequence_parallel": tp > 1,
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": virtual,
+        # Chunks send to each other out of step: several messages between two ranks cannot share one batch.
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),

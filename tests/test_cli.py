@@ -122,6 +122,25 @@ def test_doctor_gives_the_promised_keys_and_fails_only_on_what_is_required(
     assert "MISSING: a-package-nobody-has (for everything): pip install it" in out
 
 
+def test_doctor_shows_the_compiler_s_gates_and_fails_on_a_closed_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aot = pytest.importorskip("megatron_xorl.kernels.aot")
+    golden = json.loads(aot.GOLDEN.read_text(encoding="utf-8"))["reports"]
+    monkeypatch.setattr(aot, "compile_all", lambda: [aot.Report(**one) for one in golden])
+    found = document(capsys, "doctor", "--kernels")["kernels"]
+    assert [one["variant"] for one in found] == [one["variant"] for one in golden]
+    assert {one["target"] for one in found} == {90, 100} and not any(one["faults"] for one in found)
+    spilled = [aot.Report(**golden[0] | {"local": 8})]
+    monkeypatch.setattr(aot, "compile_all", lambda: spilled)
+    code, out, _ = run(capsys, "doctor", "--kernels")
+    assert code == 1 and "spilled" in out.replace("\n", " ")
+    monkeypatch.undo()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code, _, err = run(capsys, "doctor", "--kernels")
+    assert code == 2 and "unset it to compile" in err
+
+
 @pytest.mark.parametrize(
     ("files", "says"),
     [

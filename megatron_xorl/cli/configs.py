@@ -111,6 +111,12 @@ def targets(
     etp: ExpertTensorOption = 1,
     cp: ContextOption = 1,
     world: WorldOption = None,
+    ownership: Annotated[
+        bool,
+        typer.Option(
+            "--ownership", help="Show instead who holds and who sums every factor, by axis."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the factors an adapter configuration builds on CONFIG, what training them costs, and what a rank holds of them."""
@@ -124,6 +130,11 @@ def targets(
     layout = layout_for(glm, tp=tp, pp=pp, ep=ep, etp=etp, cp=cp, world=world)
     chosen = _adapter_config(adapter, scope, target, rank)
     inventory = build_inventory(glm, chosen)
+    if ownership:
+        from megatron_xorl.cli.ownership_tables import ownership_report, print_ownership
+
+        owners = ownership_report(inventory, layout)
+        return print_json(owners) if as_json else print_ownership(config, owners)
     cost = adapter_bytes(inventory)
     report = target_report(glm, chosen, inventory, layout, scaled=adapter is not None)
     if as_json:
@@ -135,17 +146,31 @@ def targets(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
-    """Show versions, what will be used, and what is missing; exit 1 if something required is missing."""
+def doctor(
+    kernels: Annotated[
+        bool,
+        typer.Option(
+            "--kernels",
+            help="Also compile every Triton kernel for sm_90 and sm_100 (minutes the first time) and show the gates.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show versions, what will be used, and what is missing; exit 1 if something required is missing or a kernel fails a gate."""
     from megatron_xorl.display import print_doctor
     from megatron_xorl.doctor import examine
 
     report = examine()
+    if kernels:
+        from megatron_xorl.fp8.compiled import examine_kernels
+
+        report["kernels"] = examine_kernels()
     if as_json:
         print_json(report)
     else:
         print_doctor(report)
-    if any(item["required"] for item in report["missing"]):
+    failed = any(one["faults"] for one in report.get("kernels", ()))
+    if failed or any(item["required"] for item in report["missing"]):
         raise typer.Exit(1)
 
 

@@ -23,6 +23,7 @@ from megatron_xorl.errors import LayoutError
 
 __all__ = [
     "check_stage_starts",
+    "interleaving_problem",
     "megatron_layout",
     "nearest_legal",
     "pipeline_problem",
@@ -46,6 +47,22 @@ def pipeline_problem(config: GlmConfig, pp: int, vpp: int = 1) -> str | None:
         f"{stages}: a stage must begin on a layer that owns an indexer, and there are {owners} such layers; "
         f"nearest legal{'' if vpp == 1 else f' pp with {vpp} virtual stages'}: "
         f"{nearest_legal(pp, range(1, owners // vpp + 1)) or 'none'}"
+    )
+
+
+def interleaving_problem(microbatches: int, pp: int, vpp: int) -> str | None:
+    """Return why ``microbatches`` of a step cannot run through ``vpp`` virtual stages on each of ``pp`` ranks; None if not."""
+    if vpp == 1:
+        return None
+    if pp == 1:
+        return f"vpp {vpp} with pp 1: virtual stages are for two pipeline ranks or more; use vpp 1"
+    if microbatches % pp == 0:
+        return None
+    below = microbatches // pp * pp
+    return (
+        f"{microbatches} microbatches a step on pp {pp} with {vpp} virtual stages each: the interleaved schedule takes them in "
+        f"groups of {pp}; nearest legal: {nearest_legal(microbatches, [n for n in (below, below + pp) if n])} microbatches "
+        "(global batch / micro batch / data-parallel size)"
     )
 
 

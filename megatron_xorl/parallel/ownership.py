@@ -10,15 +10,18 @@ Each reduction axis of each factor has exactly one owner, and every owner is Meg
 | ordinary, replicated | yes (DP x CP) | yes at TP > 1: each rank saw other tokens or rows | none |
 | bank, shared by all experts | yes (DP x CP) | yes at TP > 1: with it DP x CP covers every rank once | none |
 | bank, per expert | no when EP > 1 or ETP != TP (expert-DP), else yes | no | experts over EP, width over ETP |
+
+What follows from it for every axis of a layout: ``parallel.ownership_table``.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from megatron_xorl.adapters.inventory import Factor
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["mark_ownership", "ownership"]
 

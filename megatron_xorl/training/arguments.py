@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_xorl.config.layout import sequence_problem
 from megatron_xorl.config.model import GlmConfig
-from megatron_xorl.config.stages import megatron_layout, pipeline_stages
+from megatron_xorl.config.stages import interleaving_problem, megatron_layout, pipeline_stages
 from megatron_xorl.errors import ConfigError
 from megatron_xorl.specs import model_fields
 from megatron_xorl.training.recompute_arguments import recompute_faults
@@ -27,6 +28,7 @@ __all__ = [
     "check_transformer_config",
     "forced_arguments",
     "model_arguments",
+    "without_virtual_stages",
 ]
 
 
@@ -59,7 +61,8 @@ RULES: tuple[Rule, ...] = (
     Rule("optimizer", ("adam",), "adapter checkpoints hold Adam's moments", ("--optimizer", "adam")),
     Rule("gradient_accumulation_fusion", (False,), "a frozen base has no weight gradient to fuse", ("--no-gradient-accumulation-fusion",)),
     Rule("moe_router_bias_update_rate", _OFF, "the router's correction bias is part of the frozen base", ("--moe-router-bias-update-rate", "0")),
-    Rule("moe_token_dispatcher_type", ("alltoall",), "only the all-to-all dispatcher is proven with adapters", ("--moe-token-dispatcher-type", "alltoall")),
+    Rule("moe_token_dispatcher_type", ("alltoall", "allgather"), "only these dispatchers are proven with adapters; flex needs DeepEP or HybridEP kernels",
+         ("--moe-token-dispatcher-type", "alltoall")),
     Rule("untie_embeddings_and_output_weights", (True,), "GLM's head is not tied to the embedding", ("--untie-embeddings-and-output-weights",)),
     Rule("position_embedding_type", ("rope",), "rotary positions are applied inside the attention", ("--position-embedding-type", "rope")),
     Rule("make_vocab_size_divisible_by", (1,), "padding rows would take part in the softmax", ("--make-vocab-size-divisible-by", "1")),
@@ -71,8 +74,11 @@ RULES: tuple[Rule, ...] = (
     Rule("fp8", _OFF, "the base's FP8 bytes are read by our own linears; Megatron's FP8 recipe would quantise activations on top"),
     Rule("fp4", _OFF, "the base is block FP8"),
     Rule("fp8_param_gather", _OFF, "it re-quantises parameters; the base is never re-quantised"),
-    Rule("overlap_grad_reduce", _OFF, "Megatron 0.19.2 asserts when a bucket's parameter has no gradient"),
-    Rule("overlap_param_gather", _OFF, "kv_b_proj has no forward of its own, so its adapter would be read before it is gathered"),
+    Rule("overlap_param_gather_with_optimizer_step", _OFF, "the gathering that starts inside the optimizer's step is not proven; "
+         "overlap_param_gather starts it with the forward"),
+    Rule("num_distributed_optimizer_instances", (1, None), "several optimizer instances are not proven with adapter checkpoints"),
+    Rule("overlap_moe_expert_parallel_comm", _OFF, "its schedule calls the parts of a layer itself, past the index selection that layers share"),
+    Rule("num_distributed_optimizer_instances", (1, None), "replicas of the distributed optimizer are not proven, and adapter checkpoints read one"),
     Rule("use_megatron_fsdp", _OFF, "FSDP would shard and cast the frozen bytes"),
     Rule("use_torch_fsdp2", _OFF, "FSDP would shard and cast the frozen bytes"),
     Rule("cuda_graph_impl", ("none", None), "CUDA graphs are not proven with index sharing"),
@@ -84,7 +90,10 @@ RULES: tuple[Rule, ...] = (
     Rule("moe_router_enable_expert_bias", _OFF, "our router has the frozen correction bias; Megatron's own would be updated"),
     Rule("moe_permute_fusion", _OFF, "it needs Transformer Engine kernels that are not proven here"),
     Rule("mtp_num_layers", _OFF, "the MTP layer is carried through conversion and not trained"),
-    Rule("context_parallel_size", (1,), "sparse attention supports one context-parallel rank"),
+    Rule("hybrid_context_parallel", _OFF, "every context group holds whole rows, cut alike (layers.context)"),
+    Rule("hierarchical_context_parallel_sizes", (None,), "keys are gathered over one context group (layers.context)"),
+    Rule("cp_comm_type", (["p2p"], ["allgather"], "p2p", "allgather", None), "keys are gathered whatever it says; Megatron's default, p2p, and "
+         "allgather are read as that"),
     Rule("tp_comm_overlap", _OFF, "it needs Transformer Engine linears"),
     Rule("use_precision_aware_optimizer", _OFF, "masters and moments are fp32"),
     Rule("optimizer_cpu_offload", _OFF, "the offloaded optimizer is not read by adapter checkpoints"),
@@ -124,12 +133,28 @@ def check_arguments(args: Namespace) -> None:
             "sequence_parallel is off at tensor_model_parallel_size > 1: adapter gradients are summed over the tensor group "
             "only with it; pass --sequence-parallel"
         )
+    sequence = sequence_problem(
+        args.seq_length, tp=args.tensor_model_parallel_size, cp=args.context_parallel_size
+    )
+    faults += [sequence] if sequence else []
+    faults += _interleaving_faults(args)
     faults += recompute_faults(args, args.num_layers)
     if faults:
         raise ConfigError(
             "these Megatron arguments cannot be used with adapters on a frozen base:\n  "
             + "\n  ".join(faults)
         )
+
+
+def _interleaving_faults(args: Namespace) -> list[str]:
+    """Why a step's microbatches cannot run through the virtual stages, where Megatron's usual group size is used."""
+    virtual = getattr(args, "virtual_pipeline_model_parallel_size", None)
+    pp = getattr(args, "pipeline_model_parallel_size", 1)
+    if virtual is None or args.microbatch_group_size_per_vp_stage not in (None, pp):
+        return []
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    problem = interleaving_problem(microbatches, pp, virtual)
+    return [problem] if problem else []
 
 
 def check_transformer_config(config: Any, glm: GlmConfig) -> None:
@@ -160,7 +185,9 @@ def model_arguments(glm: GlmConfig, given: Sequence[str] = ()) -> list[str]:
     """``pretrain_gpt.py``-style arguments that describe ``glm``.
 
     ``given`` are the user's own arguments: where they ask for several pipeline stages and do not say where to cut, the cut that
-    ``config.stages`` proposes is added, since Megatron's even one would part layers from the selection that they share.
+    ``config.stages`` proposes is added, since Megatron's even one would part layers from the selection that they share. With
+    ``--num-virtual-stages-per-pipeline-rank`` it has so many stages a rank; Megatron reads their number from the cut and takes
+    one of the two arguments, so the caller then passes :func:`without_virtual_stages`.
 
     Raises:
         LayoutError: they ask for more stages than there are layers that a stage can begin on.
@@ -188,22 +215,48 @@ _CUTS = (
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
     "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
 )
 
 
+_VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
+
+
 def _pipeline_arguments(glm: GlmConfig, given: Sequence[str]) -> list[str]:
-    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    try:
-        pp = parser.parse_known_args(list(given))[0].pipeline_model_parallel_size
-    except ArgumentError:
-        return []  # not a number: Megatron's own parser says so
-    if pp <= 1 or any(word.partition("=")[0] in _CUTS for word in given):
+    pp, virtual = _stages_to_cut(given)
+    if pp <= 1:
         return []
-    return ["--pipeline-model-parallel-layout", megatron_layout(pipeline_stages(glm, pp))]
+    return ["--pipeline-model-parallel-layout", megatron_layout(pipeline_stages(glm, pp, virtual))]
+
+
+def _stages_to_cut(given: Sequence[str]) -> tuple[int, int]:
+    """Pipeline ranks and virtual stages of each that we are to find a cut for; (1, 1) if none."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, dest="pp")
+    parser.add_argument(_VIRTUAL, type=int, default=1, dest="virtual")
+    try:
+        asked = parser.parse_known_args(list(given))[0]
+    except ArgumentError:
+        return 1, 1  # not a number: Megatron's own parser says so
+    if asked.pp <= 1 or asked.virtual < 1 or any(word.partition("=")[0] in _CUTS for word in given):
+        return 1, 1
+    return asked.pp, asked.virtual
+
+
+def without_virtual_stages(given: Sequence[str]) -> list[str]:
+    """Return ``given`` without ``--num-virtual-stages-per-pipeline-rank`` where :func:`model_arguments` put it into the cut."""
+    if _stages_to_cut(given)[0] <= 1:
+        return list(given)
+    kept: list[str] = []
+    words = iter(given)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name != _VIRTUAL:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return kept
 
 
 def _spell(name: str, value: Any) -> list[str]:

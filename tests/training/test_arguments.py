@@ -22,6 +22,7 @@ def check_every_rule() -> list[dict[str, Any]]:
 
     good = {rule.name: rule.allowed[0] for rule in RULES}
     good |= {"tensor_model_parallel_size": 1, "sequence_parallel": False, "num_layers": 4}
+    good |= {"seq_length": 48, "context_parallel_size": 1}
     check_arguments(Namespace(**good))
     found = []
     for rule in RULES:
@@ -39,12 +40,20 @@ def check_every_rule() -> list[dict[str, Any]]:
         check_arguments(Namespace(**(good | {"tensor_model_parallel_size": 2, "fp16": True})))
     except ConfigError as error:
         found.append({"name": "two at once", "said": str(error)})
+    cut = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 3}
+    check_arguments(Namespace(**(good | cut | {"seq_length": 24})))
+    try:
+        check_arguments(Namespace(**(good | cut | {"seq_length": 20})))
+    except ConfigError as error:
+        found.append({"name": "a sequence that does not cut evenly", "said": str(error)})
     return found
 
 
 def test_every_rule_refuses_a_bad_value_with_argument_value_reason_and_remedy() -> None:
     (found,) = run_world(check_every_rule, 1, process_group=False)
-    both = found.pop()
+    sequence, both = found.pop(), found.pop()
+    assert "seq_length 20 does not cut evenly over cp 3 and tp 2" in sequence["said"]
+    assert sequence["said"].endswith("a multiple of 6; nearest legal: 18, 24")
     assert both["said"].count("\n") == 2
     assert "fp16 is True" in both["said"]
     assert "pass --sequence-parallel" in both["said"]
@@ -58,7 +67,7 @@ def test_every_rule_refuses_a_bad_value_with_argument_value_reason_and_remedy() 
         assert rule["kind"] == ("forced" if rule["flags"] else "refused")
     # Written by hand from the list that the project promises.
     promised = {
-        *("gradient_accumulation_fusion", "overlap_param_gather", "overlap_grad_reduce", "fp16"),
+        *("gradient_accumulation_fusion", "overlap_param_gather_with_optimizer_step", "fp16"),
         *("fp8_param_gather", "use_megatron_fsdp", "cuda_graph_impl", "moe_shared_expert_overlap"),
         *("moe_expert_capacity_factor", "moe_router_bias_update_rate", "calculate_per_token_loss"),
     }
@@ -196,6 +205,7 @@ def test_our_entry_cuts_the_pipeline_legally_unless_the_user_says_where(tiny_dir
         ([SIZE, "1"], None),
         ([SIZE, "4"], "Et*18|t*20|t*20|t*20L"),
         ([f"{SIZE}=2", "--bf16"], "Et*38|t*40L"),
+        ([SIZE, "2", "--num-virtual-stages-per-pipeline-rank", "2"], "Et*18|t*20|t*20|t*20L"),
         ([SIZE, "2", LAYOUT, "Et*42|t*36L"], None),
         ([SIZE, "2", f"{LAYOUT}=Et*42|t*36L"], None),
         ([SIZE, "2", "--decoder-first-pipeline-num-layers", "6"], None),
