@@ -85,3 +85,47 @@ def test_a_conversion_that_copies_imports_no_torch(tiny_dir: Path, tmp_path: Pat
         done = subprocess.run(map(str, command), capture_output=True, text=True, check=True)
         assert done.stderr == ""
         assert done.stdout.splitlines()[-1].strip() == f"imported: {imported}".strip()
+
+
+def test_an_empty_path_is_named(tiny_dir: Path, tmp_path: Path, capsys) -> None:
+    for arguments, what in (
+        (("import", "", tmp_path / "out"), "source"),
+        (("import", tiny_dir, ""), "output"),
+        (("export", "", tmp_path / "out"), "source"),
+        (("verify", tiny_dir, ""), ""),
+    ):
+        code, out, err = run(capsys, *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f"path {f'of the {what} ' if what else ''}is empty, expected" in err
+
+
+def test_verify_says_what_is_not_there_before_it_reads_or_imports_anything(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    program = (
+        "import sys\nfrom megatron_xorl.cli import main\ntry:\n    main(sys.argv[1:])\n"
+        "except SystemExit as left:\n    print(left.code, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program, "verify", str(tiny_dir), str(tmp_path / "nope")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "False"]
+    assert "nope is not a directory" in done.stderr
+
+
+@pytest.mark.parametrize("given", [None, "1", "0"])
+def test_no_hash_of_train_and_recall_is_the_variable_for_as_long_as_they_run(
+    given: str | None, monkeypatch
+) -> None:
+    import os
+
+    from megatron_xorl.cli.runs import _hashes
+    from megatron_xorl.weights.hashed_load import VARIABLE
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(VARIABLE, given)
+    with _hashes(True):
+        assert os.environ.get(VARIABLE) == given
+    with _hashes(False):
+        assert os.environ[VARIABLE] == "1"
+    assert os.environ.get(VARIABLE) == given

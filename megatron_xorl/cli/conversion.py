@@ -5,8 +5,10 @@ megatron-xorl import HF_DIR OUT
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -16,7 +18,7 @@ from megatron_xorl.cli.root import JsonOption, app, print_json
 __all__ = ["export", "import_", "verify"]
 
 OutArgument = Annotated[
-    Path, typer.Argument(metavar="OUT", help="New directory, or that of an interrupted run.")
+    str, typer.Argument(metavar="OUT", help="New directory, or that of an interrupted run.")
 ]
 DtypeOption = Annotated[
     str, typer.Option(help="keep (every byte as it is), bf16 or fp32 (FP8 is dequantised).")
@@ -33,7 +35,7 @@ HashOption = Annotated[
 @app.command(name="import")
 def import_(
     source: Annotated[
-        Path, typer.Argument(metavar="HF_DIR", help="Hugging Face directory, FP8 or BF16.")
+        str, typer.Argument(metavar="HF_DIR", help="Hugging Face directory, FP8 or BF16.")
     ],
     out: OutArgument,
     dtype: DtypeOption = "keep",
@@ -51,7 +53,7 @@ def import_(
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CKPT", help="Megatron checkpoint made by import.")
+        str, typer.Argument(metavar="CKPT", help="Megatron checkpoint made by import.")
     ],
     out: OutArgument,
     dtype: DtypeOption = "keep",
@@ -68,8 +70,8 @@ def export(
 
 @app.command()
 def verify(
-    a: Annotated[Path, typer.Argument(metavar="A", help="Checkpoint of either form.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Checkpoint of either form.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint of either form.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint of either form.")],
     values: Annotated[
         bool, typer.Option("--values", help="Compare values across dtypes instead of bytes.")
     ] = False,
@@ -77,6 +79,9 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints tensor by tensor; exit 1 if they differ."""
+    from megatron_xorl.weights.opening import refuse_unreadable
+
+    refuse_unreadable(a, b)  # in a moment; what follows imports torch
     from megatron_xorl.convert.verify import verify as compare
 
     report = compare(a, b, values=values, hashed=not no_hash)
@@ -90,8 +95,8 @@ def verify(
 
 def _convert(
     direction: Callable[..., Mapping[str, Any]],
-    source: Path,
-    out: Path,
+    source: str,
+    out: str,
     options: tuple[str, bool],
     workers: int,
     hashed: bool,
@@ -100,7 +105,8 @@ def _convert(
     """Run one direction and print its report."""
     from megatron_xorl.convert.plan import Options
 
-    report = direction(source, out, Options(*options), workers=workers, hashed=hashed)
+    with _sigterm_as_interrupt(out):
+        report = direction(source, out, Options(*options), workers=workers, hashed=hashed)
     if as_json:
         print_json(report)
         return
@@ -109,6 +115,33 @@ def _convert(
         f"{report['path']}: {report['tensors']:,} tensors, {report['bytes']:,} bytes in {report['seconds']:.1f} s "
         f"({report['bytes_per_s'] / 2**20:,.0f} MiB/s){earlier}"
     )
+
+
+@contextlib.contextmanager
+def _sigterm_as_interrupt(out: str) -> Iterator[None]:
+    """Let SIGTERM, which schedulers send before they kill, stop a conversion as Ctrl-C does: with a line that says how to go on.
+
+    Raises:
+        WeightsError: the signal came before or after the files were written.
+    """
+    from megatron_xorl.convert.stream import Terminated
+    from megatron_xorl.errors import WeightsError
+
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # Python has no handlers there
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except Terminated:
+        raise WeightsError(
+            f"ended by SIGTERM; the same command begins {out}, or continues it"
+        ) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _verdict(report: Mapping[str, Any]) -> list[str]:

@@ -5,9 +5,12 @@ megatron-xorl make-tiny glm-tiny && megatron-xorl train run.yaml && megatron-xor
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +28,13 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set", metavar="KEY=VALUE", help="Override a key, e.g. schedule.steps=40; repeat."
+    ),
+]
+NoHashOption = Annotated[
+    bool,
+    typer.Option(
+        "--no-hash",
+        help="Do not compare the base's weights with the hashes of its manifest (MEGATRON_XORL_NO_HASH=1); sizes stay.",
     ),
 ]
 
@@ -69,18 +79,21 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the torchrun command, stop.")
     ] = False,
+    no_hash: NoHashOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune adapters; a run whose checkpoint directory has a checkpoint resumes from it."""
     from megatron_xorl.config.run import load_run_config
+    from megatron_xorl.weights.hashed_load import VARIABLE
 
     run = load_run_config(config, overrides or ())
     world = _fewest_processes(run) if nproc is None else nproc
-    with stdout_to_stderr():
+    with _hashes(not no_hash), stdout_to_stderr():
         from megatron_xorl.training.run import check_run, launch_command
         from megatron_xorl.training.run import train as launch
 
-        command = ["torchrun", *launch_command(run, world)]
+        named = ["env", f"{VARIABLE}=1"] if no_hash else []
+        command = [*named, "torchrun", *launch_command(run, world)]
         if dry_run:
             check_run(run, world)
         else:
@@ -104,6 +117,7 @@ def recall(
         typer.Option(help="Exported adapter; without it the bare base is asked: the control."),
     ] = None,
     overrides: SetOption = None,
+    no_hash: NoHashOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Generate the answer to every prompt of the run's data and compare it exactly; exit 1 on a miss."""
@@ -111,7 +125,7 @@ def recall(
     from megatron_xorl.display import print_recall
 
     run = load_run_config(config, overrides or ())
-    with stdout_to_stderr():
+    with _hashes(not no_hash), stdout_to_stderr():
         report = _recall(run, adapter)
     if as_json:
         print_json(report)
@@ -137,6 +151,21 @@ def _recall(run: RunConfig, adapter: Path | None) -> dict[str, Any]:
         return ask(run, adapter)
     finally:
         shutdown()
+
+
+@contextlib.contextmanager
+def _hashes(wanted: bool) -> Iterator[None]:
+    """Hand ``--no-hash`` to whatever loads the base meanwhile, in this process or in the ranks that it starts."""
+    from megatron_xorl.weights.hashed_load import VARIABLE
+
+    before = os.environ.get(VARIABLE)
+    if not wanted:
+        os.environ[VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if not wanted:
+            os.environ.pop(VARIABLE) if before is None else os.environ.update({VARIABLE: before})
 
 
 def _fewest_processes(run: RunConfig) -> int:

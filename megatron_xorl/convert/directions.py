@@ -6,51 +6,41 @@ printed in the end are the same for both.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_xorl.config.model import GlmConfig
+from megatron_xorl.convert.origin import Origin
 from megatron_xorl.convert.plan import Options, output_config_of
 from megatron_xorl.convert.stream import Conversion, Job, run
 from megatron_xorl.convert.values import Block, OutputTensor
 from megatron_xorl.errors import WeightsError
 from megatron_xorl.weights.checkpoint import Checkpoint
 
-__all__ = ["Task", "carry_out", "refuse_nested"]
+__all__ = ["Task", "asked", "carry_out", "refuse_nested"]
 
 
 class Task(NamedTuple):
-    """One conversion as it was asked for: ``verb``, the opened ``source``, and ``stamp`` of its files when first looked at."""
+    """One conversion as it was asked for: the opened ``source``, and its ``origin`` when it was first looked at."""
 
-    verb: str
     source: Checkpoint
-    stamp: dict[str, list[int]]
+    origin: Origin
     config: GlmConfig
     options: Options
     workers: int
     hashed: bool
 
     @property
-    def identity(self) -> dict[str, Any]:
-        """What a continued run must agree with: the source's files by size and time, and the options."""
-        digest = hashlib.sha256(json.dumps(self.stamp, sort_keys=True).encode())
-        digest.update("\n".join(self.source.names()).encode())
-        return {
-            "verb": self.verb,
-            "source_sha256": digest.hexdigest(),
-            "dtype": self.options.dtype,
-            "quantize": self.options.quantize,
-            "hashed": self.hashed,
-        }
-
-    @property
     def block(self) -> Block | None:
         """The FP8 block that values are computed with."""
         output = output_config_of(self.config, self.options)
         return output.weight_block_size or self.config.weight_block_size
+
+
+def asked(verb: str, options: Options, hashed: bool) -> dict[str, Any]:
+    """Return the options that a continued run must agree with."""
+    return {"verb": verb, "dtype": options.dtype, "quantize": options.quantize, "hashed": hashed}
 
 
 def carry_out(
@@ -76,15 +66,14 @@ def carry_out(
     """
     listed = task.source.listed if task.hashed else {}
     conversion = Conversion(
-        label=f"{task.verb} {task.source.directory.name}",
+        label=f"{task.origin.options['verb']} {task.source.directory.name}",
         out=out,
         source=task.source,
         hashes={name: file["sha256"] for name, file in listed.items() if "sha256" in file},
         block=task.block,
         jobs=jobs,
         small=small,
-        stamp=task.stamp,
-        identity=task.identity,
+        origin=task.origin,
         workers=task.workers,
         hashed=task.hashed,
     )
@@ -100,14 +89,19 @@ def carry_out(
     }
 
 
-def refuse_nested(source: Path, out: Path) -> None:
-    """Check that writing ``out`` cannot change ``source``.
+def refuse_nested(source: Path | str, out: Path | str) -> tuple[Path, Path]:
+    """Return both as paths; check that writing ``out`` cannot change ``source``.
 
     Raises:
-        WeightsError: one lies in the other.
+        WeightsError: one lies in the other, or is an empty text.
     """
+    for what, given in (("source", source), ("output", out)):
+        if not str(given):
+            raise WeightsError(f"the path of the {what} is empty, expected a directory")
+    source, out = Path(source), Path(out)
     first, second = source.resolve(), out.resolve()
     if first == second or first in second.parents or second in first.parents:
         raise WeightsError(
             f"the output {out} and the source {source} lie in each other; choose a directory apart from the source"
         )
+    return source, out

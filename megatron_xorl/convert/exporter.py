@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_xorl.config.model import GlmConfig, load_glm_config
-from megatron_xorl.convert.directions import Task, carry_out, refuse_nested
+from megatron_xorl.convert.directions import Task, asked, carry_out, refuse_nested
 from megatron_xorl.convert.layout import RAW_INDEX_NAME, Layout, read_layout
+from megatron_xorl.convert.origin import look
 from megatron_xorl.convert.plan import (
     Options,
     Shard,
@@ -28,10 +29,10 @@ from megatron_xorl.convert.plan import (
     output_config,
     plan_tensors,
 )
-from megatron_xorl.convert.stream import Job, stamp
+from megatron_xorl.convert.stream import Job
 from megatron_xorl.convert.values import OutputTensor
 from megatron_xorl.errors import WeightsError
-from megatron_xorl.weights.completeness import is_megatron, read_files
+from megatron_xorl.weights.completeness import is_megatron, read_files, weight_files
 from megatron_xorl.weights.manifest import MANIFEST, parse_json
 from megatron_xorl.weights.megatron_checkpoint import MegatronCheckpoint
 from megatron_xorl.weights.writer import INDEX_NAME
@@ -63,28 +64,30 @@ def export_checkpoint(
         WeightsError, ConfigError: see the module's list of refusals.
     """
     start = time.perf_counter()
-    source, out = Path(source), Path(out)
-    refuse_nested(source, out)
+    source, out = refuse_nested(source, out)
     if not is_megatron(source):
         read_files(source, small=False)  # an unfinished export says so
         raise WeightsError(
             f"{source} is no Megatron checkpoint; `megatron-xorl import` makes one of a Hugging Face directory"
         )
     checkpoint = MegatronCheckpoint(source, small=hashed)
-    before = stamp(source, [MANIFEST, *checkpoint.listed])
+    small = [MANIFEST, *(checkpoint.listed.keys() - weight_files(checkpoint.listed).keys())]
+    wanted = asked("export", options, hashed)
+    origin = look(source, wanted, weight_files(checkpoint.listed), small)
     config = load_glm_config(source)
     options.check(config)
     layout = read_layout(checkpoint)
     checkpoint.validate(config)
-    planned = plan_tensors(layout.shards, checkpoint, config, options)
+    shards, planned = plan_tensors(layout.shards, checkpoint, config, options)
+    layout = layout._replace(shards=shards)
     keep = options == Options()
     jobs = [
         Job(shard.file, [_header(shard, tensors, keep), *tensors])
-        for shard, tensors in zip(layout.shards, planned, strict=True)
+        for shard, tensors in zip(shards, planned, strict=True)
     ]
-    small = _small_files(checkpoint, config, options, layout, planned)
-    task = Task("export", checkpoint, before, config, options, workers, hashed)
-    return carry_out(task, out, planned, jobs, small, start)
+    following = _small_files(checkpoint, config, options, layout, planned)
+    task = Task(checkpoint, origin, config, options, workers, hashed)
+    return carry_out(task, out, planned, jobs, following, start)
 
 
 def _header(shard: Shard, tensors: list[OutputTensor], keep: bool) -> bytes:

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_xorl.config.model import GlmConfig, load_glm_config
-from megatron_xorl.convert.directions import Task, carry_out, refuse_nested
+from megatron_xorl.convert.directions import Task, asked, carry_out, refuse_nested
 from megatron_xorl.convert.files import PARTIAL
 from megatron_xorl.convert.layout import RAW_INDEX_NAME, VERSION, string_map
+from megatron_xorl.convert.origin import look
 from megatron_xorl.convert.plan import (
     Options,
     Shard,
@@ -32,7 +33,7 @@ from megatron_xorl.convert.plan import (
     output_config_of,
     plan_tensors,
 )
-from megatron_xorl.convert.stream import Job, stamp
+from megatron_xorl.convert.stream import Job
 from megatron_xorl.convert.values import OutputTensor
 from megatron_xorl.errors import WeightsError
 from megatron_xorl.weights.archive import plain_archive
@@ -84,8 +85,7 @@ def import_checkpoint(
         WeightsError, ConfigError: see the module's list of refusals.
     """
     start = time.perf_counter()
-    source, out = Path(source), Path(out)
-    refuse_nested(source, out)
+    source, out = refuse_nested(source, out)
     if is_megatron(source):
         read_files(source, small=False)  # an unfinished one says so
         raise WeightsError(
@@ -93,12 +93,13 @@ def import_checkpoint(
         )
     checkpoint = HfCheckpoint(source, small=hashed)
     copied = _carried(checkpoint)
-    before = stamp(source, [*checkpoint.shards(), *copied, *_index_of(source)])
+    wanted = asked("import", options, hashed)
+    origin = look(source, wanted, checkpoint.shards(), [*copied, *_index_of(source)])
     config = load_glm_config(source)
     options.check(config)
     checkpoint.validate(config)
     shards = [_shard(checkpoint, file) for file in checkpoint.shards()]
-    planned = plan_tensors(shards, checkpoint, config, options)
+    shards, planned = plan_tensors(shards, checkpoint, config, options)
     jobs, items = _jobs(planned, output_config_of(config, options))
     keep = options == Options()
     layout = [
@@ -108,7 +109,7 @@ def import_checkpoint(
         for shard, tensors in zip(shards, planned, strict=True)
     ]
     small = _small_files(source, copied, config, options, layout, planned, items)
-    task = Task("import", checkpoint, before, config, options, workers, hashed)
+    task = Task(checkpoint, origin, config, options, workers, hashed)
     return carry_out(task, out, planned, jobs, small, start)
 
 
@@ -119,13 +120,17 @@ def _carried(checkpoint: HfCheckpoint) -> list[str]:
         WeightsError: a pickle anywhere, a shard that the index does not name, or a name that the output needs itself.
     """
     folder, shards = checkpoint.directory, set(checkpoint.shards())
-    for inside, _, names in os.walk(folder):
-        pickled = [name for name in sorted(names) if Path(name).suffix.lower() in _PICKLED]
-        if pickled:
-            where = (Path(inside) / pickled[0]).relative_to(folder)
-            raise WeightsError(
-                f"{where} is pickled: loading it would run code, so it is never read or copied; move it elsewhere"
-            )
+    pickled = sorted(
+        str((Path(inside) / name).relative_to(folder))
+        for inside, _, names in os.walk(folder)
+        for name in names
+        if Path(name).suffix.lower() in _PICKLED
+    )
+    if pickled:
+        raise WeightsError(
+            f"{folder} holds pickled files: {_some(pickled)}; loading them would run code, so they are never read or copied: "
+            "take them out of the directory"
+        )
     carried, left, strays = [], [], []
     for path in sorted(folder.iterdir()):
         name = path.name
@@ -139,12 +144,12 @@ def _carried(checkpoint: HfCheckpoint) -> list[str]:
             carried.append(name)
     if strays:
         raise WeightsError(
-            f"{folder} has {len(strays)} shards that its index does not name, first {strays[0]}; "
-            "fetch the index again or move them elsewhere"
+            f"{folder} has shards that its index does not name: {_some(strays)}; "
+            "fetch the index again or take them out of the directory"
         )
     if left:
         log.warning(
-            "left out of the output, as folders, hidden files and links to nothing are: %s",
+            "left out of the output, as all but plain visible files are: %s",
             ", ".join(left),
         )
     if unplain := sorted(name for name in shards if Path(name).name != name):
@@ -152,6 +157,10 @@ def _carried(checkpoint: HfCheckpoint) -> list[str]:
             f"the index puts tensors into {unplain[0]}, in a folder of its own; move the shards beside config.json"
         )
     return carried
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _shard(checkpoint: HfCheckpoint, file: str) -> Shard:
@@ -236,10 +245,10 @@ def _index_of(folder: Path) -> list[str]:
 def _total_is_right(metadata: dict[str, Any], planned: list[list[OutputTensor]]) -> bool:
     found = metadata.get("total_size")
     true = sum(tensor.nbytes for tensors in planned for tensor in tensors)
-    if found is not None and found != true:
+    if found != true:
         log.warning(
             "the index says total_size %s, the tensors have %d bytes; the true value is written",
-            found,
+            "nowhere" if found is None else found,
             true,
         )
     return bool(found == true)

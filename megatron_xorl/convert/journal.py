@@ -1,8 +1,8 @@
 """``progress.jsonl``: what an unfinished conversion has done, and whose output a directory is.
 
 The one idea: the file only grows. Its first line says what is being converted and how, and every finished file adds a line once
-it is on disk, so a kill costs at most the line that was being written; a later run cuts that one and nothing else. Whoever writes
-holds a lock on the file.
+it is on disk, with the hashes of the source files that it was made of, so a kill costs at most the line that was being written; a
+later run cuts that one and nothing else. Whoever writes holds a lock on the file.
 
 Refused, with nothing changed: a directory that holds anything but this conversion's own files, a journal of another conversion or
 of none, a line that does not say what a finished file is.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from megatron_xorl.convert.files import PARTIAL, sync_directory
+from megatron_xorl.convert.origin import Hashes, Origin
 from megatron_xorl.errors import WeightsError
 from megatron_xorl.weights.completeness import PROGRESS_NAME
 from megatron_xorl.weights.manifest import MANIFEST, described_fault, parse_json
@@ -30,25 +31,26 @@ Described = dict[str, dict[str, Any]]
 
 
 class Journal(NamedTuple):
-    """An open journal, and the files that earlier runs noted in it."""
+    """An open journal, the files that earlier runs noted in it, and the hashes of what those were made of."""
 
     stream: BinaryIO
     noted: Described
+    sources: Hashes
 
-    def append(self, file: str, described: dict[str, Any]) -> None:
-        """Note a finished file; it is on disk when this returns."""
-        _append(self.stream, {"file": file, **described})
+    def append(self, file: str, described: dict[str, Any], sources: Hashes) -> None:
+        """Note a finished file and what it was made of; it is on disk when this returns."""
+        _append(self.stream, {"file": file, **described, "sources": sources})
 
 
 @contextlib.contextmanager
 def open_journal(
-    out: Path, identity: dict[str, Any], files: Set[str], names: Set[str], *, hashed: bool
+    out: Path, origin: Origin, files: Set[str], names: Set[str], *, hashed: bool
 ) -> Iterator[Journal]:
     """Open the journal of ``out``, alone, and clear away what a killed run had in hand.
 
     Args:
         out: directory of the output; it exists.
-        identity: of the conversion, as its first line.
+        origin: of the conversion, for its first line.
         files: that the journal may note.
         names: of everything that the conversion writes, relative to ``out``; holds ``files``.
         hashed: every line must have a hash.
@@ -63,18 +65,20 @@ def open_journal(
         _lock(stream, path)
         stream.seek(0)
         content = stream.read()
-        first = _line({"conversion": identity})
+        first = {"conversion": origin.document()}
         whole = content[: content.rfind(b"\n") + 1]
-        fresh = not whole and first.startswith(content) and os.listdir(out) == [PROGRESS_NAME]
-        noted = {} if fresh else _read(path, whole or content, json.loads(first), files, hashed)
+        fresh = (
+            not whole and _line(first).startswith(content) and os.listdir(out) == [PROGRESS_NAME]
+        )
+        noted, sources = ({}, {}) if fresh else _read(path, whole or content, origin, files, hashed)
         stream.truncate(len(whole))
         if fresh:
-            _append(stream, {"conversion": identity})
+            _append(stream, first)
         for name in own:
             if name.endswith(PARTIAL):
                 (out / name).unlink(missing_ok=True)
         sync_directory(out)
-        yield Journal(stream, noted)
+        yield Journal(stream, noted, sources)
 
 
 def _refuse_foreign(out: Path, own: Set[str]) -> None:
@@ -110,46 +114,64 @@ def _lock(stream: BinaryIO, path: Path) -> None:
 
 
 def _read(
-    path: Path, content: bytes, first: dict[str, Any], files: Set[str], hashed: bool
-) -> Described:
+    path: Path, content: bytes, origin: Origin, files: Set[str], hashed: bool
+) -> tuple[Described, Hashes]:
     noted: Described = {}
-    for number, text in enumerate(content.split(b"\n")[:-1] or [content], 1):
-        try:
-            line = parse_json(text)
-        except ValueError:
-            line = None
-        if not isinstance(line, dict):
-            raise WeightsError(
-                f"{path}, line {number}: no line of a conversion; choose a new directory for the output"
-            )
-        if number == 1:
-            _check_identity(path, line, first)
-            continue
-        file = line.pop("file", None)
-        if not isinstance(file, str) or file not in files:
-            fault: str | None = f"file is {file!r}, no file of this conversion"
-        elif hashed and "sha256" not in line:
-            fault = "sha256 is missing"
-        else:
-            fault = described_fault(line)
-        if fault is not None:
+    sources: Hashes = {}
+    first, *others = [
+        _parsed(path, number, text)
+        for number, text in enumerate(content.split(b"\n")[:-1] or [content], 1)
+    ]
+    before = first.get("conversion")
+    if not isinstance(before, dict):
+        raise WeightsError(f"{path}, line 1: {_NO_LINE}")
+    if (fault := origin.differs(before)) is not None:
+        raise WeightsError(_another(path.parent, fault))
+    for number, line in enumerate(others, 2):
+        if (fault := _line_fault(line, files, origin, hashed)) is not None:
             raise WeightsError(
                 f"{path}, line {number}: {fault}; choose a new directory for the output"
             )
-        noted[file] = line
-    return noted
+        sources |= line.pop("sources")
+        noted[line.pop("file")] = line
+    if (fault := origin.changed(before["source"], sources)) is not None:
+        raise WeightsError(_another(path.parent, fault))
+    return noted, sources
 
 
-def _check_identity(path: Path, line: dict[str, Any], first: dict[str, Any]) -> None:
-    if not isinstance(line.get("conversion"), dict):
-        raise WeightsError(
-            f"{path}, line 1: no line of a conversion; choose a new directory for the output"
-        )
-    if line != first:
-        raise WeightsError(
-            f"{path.parent} holds an unfinished conversion of another source, or with other options; "
-            "finish that one, or choose a new directory"
-        )
+_NO_LINE = "no line of a conversion; choose a new directory for the output"
+
+
+def _parsed(path: Path, number: int, text: bytes) -> dict[str, Any]:
+    try:
+        line = parse_json(text)
+    except ValueError:
+        line = None
+    if not isinstance(line, dict):
+        raise WeightsError(f"{path}, line {number}: {_NO_LINE}")
+    return line
+
+
+def _line_fault(line: dict[str, Any], files: Set[str], origin: Origin, hashed: bool) -> str | None:
+    """Say what is wrong with a line of a finished file."""
+    file, sources = line.get("file"), line.get("sources")
+    if not isinstance(file, str) or file not in files:
+        return f"file is {file!r}, no file of this conversion"
+    if hashed and "sha256" not in line:
+        return "sha256 is missing"
+    if not isinstance(sources, dict) or not sources.keys() <= origin.files.keys():
+        return "sources are no files of this conversion"
+    for value in sources.values():
+        if value is not None and described_fault({"size": 0, "sha256": value}):
+            return "sources: a sha256 is not 64 hexadecimal digits"
+    return described_fault(line)
+
+
+def _another(out: Path, fault: str) -> str:
+    return (
+        f"{out} holds an unfinished conversion of another source, or with other options: {fault}; "
+        "finish that one, or choose a new directory"
+    )
 
 
 def _line(line: dict[str, Any]) -> bytes:

@@ -80,8 +80,12 @@ class Shard(NamedTuple):
 
 def plan_tensors(
     shards: list[Shard], checkpoint: Checkpoint, config: GlmConfig, options: Options
-) -> list[list[OutputTensor]]:
-    """Return the output tensors of every shard, in file order: the source's, or safetensors' own where dtypes change."""
+) -> tuple[list[Shard], list[list[OutputTensor]]]:
+    """Return the shards of the output and the tensors of each, in file order.
+
+    The order is the source's, or safetensors' own where dtypes change. A shard that keeps no tensor (it held scales alone, and
+    they are dropped) is left out: a file without tensors is in no index.
+    """
     quantizable = (
         {row.hf for row in hf_tensors(output_config_of(config, options)) if row.quantized}
         if options.quantize
@@ -95,7 +99,10 @@ def plan_tensors(
         ]
         for shard in shards
     ]
-    return planned if options == Options() else [_file_order(tensors) for tensors in planned]
+    if options != Options():
+        planned = [_file_order(tensors) for tensors in planned]
+    kept = [(shard, tensors) for shard, tensors in zip(shards, planned, strict=True) if tensors]
+    return [shard for shard, _ in kept], [tensors for _, tensors in kept]
 
 
 def output_config_of(config: GlmConfig, options: Options) -> GlmConfig:

@@ -17,7 +17,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-__all__ = ["Reporter"]
+__all__ = ["Reporter", "shown_bytes"]
 
 _LINE_SECONDS = 30.0
 
@@ -79,6 +79,14 @@ class Reporter:
         speed = (self.done - self._first) / max(now - self._start, 1e-9)
         left = (self.total - self.done) / speed if speed else 0.0
         return (
-            f"{self.label}: {self.done / max(self.total, 1):.0%} of {self.total / 2**30:.2f} GiB, "
-            f"{speed / 2**20:.0f} MiB/s, {int(left) // 60} min {int(left) % 60:02d} s left"
+            f"{self.label}: {self.done / max(self.total, 1):.0%} of {shown_bytes(self.total)}, "
+            f"{shown_bytes(speed)}/s, {int(left) // 60} min {int(left) % 60:02d} s left"
         )
+
+
+def shown_bytes(size: float) -> str:
+    """Return bytes for people, in the largest unit that leaves at least one: ``4.09 GiB``, ``512.0 KiB``, ``12 bytes``."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 2**power:
+            return f"{size / 2**power:.{2 if power >= 30 else 1}f} {unit}"
+    return f"{size:.0f} bytes"

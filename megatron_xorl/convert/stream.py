@@ -2,8 +2,8 @@
 
 The one idea: the output is complete if and only if its manifest stands. Until then ``progress.jsonl`` does: its first line says
 what is being converted and how, and every finished file adds a line once it is on disk (``convert.journal``). The same command on
-the same source continues behind the last line and so repeats at most the file that each worker was at; any other content of the
-output directory is refused, and so is a source that changed meanwhile.
+the same source (``convert.origin``) continues behind the last line and so repeats at most the file that each worker was at; any
+other content of the output directory is refused, and so is a source that changed meanwhile.
 
 The small files that make a directory look like a checkpoint (config.json, an index, ``.metadata``) are written after the
 weights, so that nothing loads half a conversion, whatever reads it.
@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_xorl.convert.files import OutputFile, SourceFile, sync_directory
 from megatron_xorl.convert.journal import Described, Journal, open_journal
-from megatron_xorl.convert.progress import Reporter
+from megatron_xorl.convert.origin import Hashes, Origin, look
+from megatron_xorl.convert.progress import Reporter, shown_bytes
 from megatron_xorl.convert.values import Block, OutputTensor, pieces
 from megatron_xorl.errors import CheckpointError, MegatronXorlError, WeightsError
 from megatron_xorl.weights.checkpoint import Checkpoint
@@ -36,10 +36,15 @@ from megatron_xorl.weights.manifest import (
     verify_files,
     write_manifest,
 )
+from megatron_xorl.weights.names import SCALE_SUFFIX
 
-__all__ = ["Conversion", "Job", "run", "stamp"]
+__all__ = ["Conversion", "Job", "Terminated", "run"]
 
 log = logging.getLogger(__name__)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, for whoever turns the signal into an exception: a conversion stops as for Ctrl-C."""
 
 
 class Job(NamedTuple):
@@ -59,8 +64,8 @@ class Job(NamedTuple):
 class Conversion(NamedTuple):
     """What to convert.
 
-    ``identity`` names source and options; ``stamp`` is of the source's files when they were first looked at; ``small`` are the
-    files that follow the weights, in order: content, or a file of the source that is copied.
+    ``origin`` has the options, and the source's files when they were first looked at; ``hashes`` are those that its manifest
+    gives; ``small`` are the files that follow the weights, in order: content, or a file of the source that is copied.
     """
 
     label: str
@@ -70,16 +75,9 @@ class Conversion(NamedTuple):
     block: Block | None
     jobs: list[Job]
     small: dict[str, bytes | Path]
-    stamp: dict[str, list[int]]
-    identity: dict[str, Any]
+    origin: Origin
     workers: int
     hashed: bool
-
-
-def stamp(directory: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Return size and time of change of the files that exist, by name; what a conversion takes its source by."""
-    found = {name: (directory / name).stat() for name in names if (directory / name).exists()}
-    return {name: [file.st_size, file.st_mtime_ns] for name, file in found.items()}
 
 
 def run(conversion: Conversion) -> dict[str, Any]:
@@ -96,7 +94,7 @@ def run(conversion: Conversion) -> dict[str, Any]:
     size = sum(job.size for job in conversion.jobs)
     jobs = {job.file for job in conversion.jobs}
     names = jobs | conversion.small.keys()
-    with open_journal(out, conversion.identity, jobs, names, hashed=conversion.hashed) as journal:
+    with open_journal(out, conversion.origin, jobs, names, hashed=conversion.hashed) as journal:
         try:
             done = _kept(conversion, journal.noted)
             before = sum(item["size"] for item in done.values())
@@ -105,11 +103,10 @@ def run(conversion: Conversion) -> dict[str, Any]:
                 files |= _write_small(conversion)
         except (OSError, KeyboardInterrupt, MegatronXorlError) as error:
             raise WeightsError(_stopped(conversion, error)) from error
-        _refuse_changed(conversion)
         try:
-            write_manifest(
-                out, {"format_version": 1, "conversion": conversion.identity, "files": files}
-            )
+            _refuse_changed(conversion, journal.sources)
+            made = conversion.origin.document(journal.sources)
+            write_manifest(out, {"format_version": 1, "conversion": made, "files": files})
         except (OSError, KeyboardInterrupt) as error:
             raise WeightsError(_stopped(conversion, error)) from error
         (out / PROGRESS_NAME).unlink()
@@ -125,9 +122,11 @@ def _finished(conversion: Conversion) -> dict[str, Any]:
         raise WeightsError(
             f"{conversion.out} holds a damaged manifest; choose another output directory"
         ) from error
-    if document.get("conversion") != json.loads(json.dumps(conversion.identity)):
+    fault = _other_output(conversion, document.get("conversion"))
+    if fault is not None:
         raise WeightsError(
-            f"{conversion.out} holds a checkpoint already, of another source or other options; choose a new directory"
+            f"{conversion.out} holds a checkpoint already, of another source or with other options: {fault}; "
+            "choose a new directory"
         )
     names = {job.file for job in conversion.jobs} | conversion.small.keys()
     if document["files"].keys() != names:
@@ -158,6 +157,16 @@ def _finished(conversion: Conversion) -> dict[str, Any]:
     }
 
 
+def _other_output(conversion: Conversion, made: Any) -> str | None:
+    """Say in what a finished output is of another conversion."""
+    if not isinstance(made, dict):
+        return "its manifest does not say which"
+    if (fault := conversion.origin.differs(made)) is not None:
+        return fault
+    hashes = {name: file.get("sha256") for name, file in made["source"].items()}
+    return conversion.origin.changed(made["source"], hashes)
+
+
 def _check_free(conversion: Conversion) -> None:
     """Refuse what cannot fit, before an hour is spent on it."""
     place = conversion.out
@@ -170,7 +179,7 @@ def _check_free(conversion: Conversion) -> None:
     free = shutil.disk_usage(place).free
     if needed > free:
         raise WeightsError(
-            f"{conversion.out} needs {needed / 2**30:.2f} GiB and {place} has {free / 2**30:.2f} GiB free; "
+            f"{conversion.out} needs {shown_bytes(needed)} and {place} has {shown_bytes(free)} free; "
             "free space or choose another disk"
         )
 
@@ -195,15 +204,18 @@ def _kept(conversion: Conversion, noted: Described) -> Described:
     return {file: noted[file] for file, fine in zip(noted, good, strict=True) if fine}
 
 
-def _refuse_changed(conversion: Conversion) -> None:
+def _refuse_changed(conversion: Conversion, hashes: Hashes) -> None:
     """Check that the source is what it was at the start: half of one and half of another would pass every hash."""
-    directory = conversion.source.directory
-    for name, before in conversion.stamp.items():
-        if stamp(directory, [name]).get(name) != before:
-            raise WeightsError(
-                f"{directory / name} changed while it was converted; {conversion.out} is incomplete and says so: "
-                "remove it and convert again"
-            )
+    before = conversion.origin
+    weights = [name for name, file in before.files.items() if "sha256" not in file]
+    small = before.files.keys() - set(weights)
+    now = look(before.directory, before.options, weights, small)
+    fault = now.differs(before.document()) or now.changed(before.files, hashes)
+    if fault is not None:
+        raise WeightsError(
+            f"{before.directory} changed while it was converted: {fault}; {conversion.out} is incomplete and says so: "
+            "remove it and convert again"
+        )
 
 
 def _run_jobs(
@@ -222,9 +234,10 @@ def _run_jobs(
     def work(job: Job) -> None:
         try:
             tick(0)
-            described = _write(conversion, job, tick)
+            described, sources = _write(conversion, job, tick)
             with lock:
-                journal.append(job.file, described)
+                journal.append(job.file, described, sources)
+                journal.sources.update(sources)
                 files[job.file] = described
         except BaseException as error:
             errors.append(
@@ -248,14 +261,26 @@ def _run_jobs(
     return files
 
 
-def _write(conversion: Conversion, job: Job, tick: Callable[[int], None]) -> dict[str, Any]:
+def _write(
+    conversion: Conversion, job: Job, tick: Callable[[int], None]
+) -> tuple[dict[str, Any], Hashes]:
+    """Write one file and return what the manifest says of it, and the hashes of what it was made of."""
     checkpoint = conversion.source
-    names = {part.source for part in job.segments if isinstance(part, OutputTensor)}
-    main = {checkpoint.shard_of(name) for name in names}
+    parts = [part for part in job.segments if isinstance(part, OutputTensor)]
+    main = {checkpoint.shard_of(part.source) for part in parts}
+    sources: Hashes = dict.fromkeys(
+        checkpoint.shard_of(part.source + SCALE_SUFFIX)
+        for part in parts
+        if part.recipe == "dequantize"
+    )
     with contextlib.ExitStack() as stack:
         opened = {}
-        for file in main:
-            opened[file] = SourceFile(checkpoint.directory / file, conversion.hashes.get(file))
+        for file in sorted(main):
+            opened[file] = SourceFile(
+                checkpoint.directory / file,
+                conversion.hashes.get(file),
+                hashed=conversion.hashed,
+            )
             stack.callback(opened[file].close)
         output = stack.enter_context(
             OutputFile(conversion.out / job.file, hashed=conversion.hashed)
@@ -268,9 +293,8 @@ def _write(conversion: Conversion, job: Job, tick: Callable[[int], None]) -> dic
             else:
                 output.write(part)
                 tick(len(part))
-        for source in opened.values():
-            source.finish()
-        return output.publish()
+        sources |= {file: source.finish() for file, source in opened.items()}
+        return output.publish(), sources
 
 
 def _write_small(conversion: Conversion) -> Described:
@@ -293,7 +317,7 @@ def _small_size(content: bytes | Path) -> int:
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
-def _copied(conversion: Conversion, path: Path) -> Iterator[bytes]:
+def _copied(conversion: Conversion, path: Path) -> Iterator[bytes | memoryview]:
     """Yield a file of the source, and compare its hash where its manifest has one."""
     name = path.relative_to(conversion.source.directory).as_posix()
     source = SourceFile(path, conversion.hashes.get(name))
@@ -309,14 +333,16 @@ def _stopped(conversion: Conversion, error: BaseException) -> str:
     out = conversion.out
     done = sum((out / job.file).exists() for job in conversion.jobs)
     advice = "once the cause is gone the same command continues it"
-    if isinstance(error, KeyboardInterrupt):
-        what = "interrupted"
+    if isinstance(error, Terminated):
+        what, advice = "ended by SIGTERM", "the same command continues it"
+    elif isinstance(error, KeyboardInterrupt):
+        what, advice = "interrupted", "the same command continues it"
     elif isinstance(error, OSError):
         where = Path(error.filename or error.filename2 or out)
         what = f"{where}: {error.strerror or error}{_space(where, error)}"
     else:
         what = str(error)
-        advice = f"the same source stops it again: remove {out} and convert another one, or with other options"
+        advice = "repair the source and run the same command again, or convert with other options into another directory"
     return f"{what}; {out} is incomplete ({done} of {len(conversion.jobs)} files) and says so; {advice}"
 
 

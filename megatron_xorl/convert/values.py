@@ -48,28 +48,19 @@ def pieces(
     Args:
         tensor: what to make.
         checkpoint: the source.
-        opened: files that are read in order and hashed, by name; others are read where needed.
+        opened: files that are read in order and hashed, by name; the one of the tensor's source among them.
         block: FP8 block of the source, or of the output when quantising.
 
     Raises:
         WeightsError, FormatError: the source ends early, or holds inf or NaN where values are computed.
     """
     entry = checkpoint.entry(tensor.source)
-    file = checkpoint.shard_of(tensor.source)
-    if tensor.recipe == "copy" and file in opened:
-        yield from opened[file].pieces(entry.start, entry.stop)
-        return
-    other = opened.get(file)
-    source = other or SourceFile(checkpoint.directory / file)
-    try:
-        if tensor.recipe == "copy":
-            yield from source.pieces(entry.start, entry.stop)
-        else:
-            from megatron_xorl.convert.computed import computed
+    source = opened[checkpoint.shard_of(tensor.source)]
+    if tensor.recipe == "copy":
+        yield from source.pieces(entry.start, entry.stop)
+    else:
+        from megatron_xorl.convert.computed import computed
 
-            yield from computed(
-                tensor.recipe, tensor.source, tensor.dtype, checkpoint, source.handle, block
-            )
-    finally:
-        if other is None:
-            source.close()
+        yield from computed(
+            tensor.recipe, tensor.source, tensor.dtype, checkpoint, source.handle, block
+        )

@@ -22,9 +22,15 @@ from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.convert.comparison import Comparison, shown_number
 from megatron_xorl.convert.progress import Reporter
 from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.check import read_headers
 from megatron_xorl.weights.fingerprint import NOT_SEMANTIC
 from megatron_xorl.weights.names import SCALE_SUFFIX
-from megatron_xorl.weights.opening import Checkpoint, open_checkpoint
+from megatron_xorl.weights.opening import (
+    Checkpoint,
+    open_checkpoint,
+    refuse_all,
+    refuse_unreadable,
+)
 
 __all__ = ["SHOWN", "verify"]
 
@@ -97,46 +103,22 @@ def verify(
 
 
 def _opened(a: Path | str, b: Path | str, hashed: bool) -> list[Checkpoint]:
-    """Open both sides, or raise one error with what is wrong with each."""
+    """Open both sides, or raise one error with what is wrong with each; nothing is hashed before both are there."""
+    refuse_unreadable(a, b)
     sides, errors = [], []
     for path in (a, b):
         try:
             sides.append(open_checkpoint(path, hashes=hashed))
         except WeightsError as error:
             errors.append(error)
-    if len(errors) == 2 and str(errors[0]) != str(errors[1]):
-        raise WeightsError(f"{errors[0]}\n{errors[1]}") from errors[0]
-    if errors:
-        raise errors[0]
+    refuse_all(errors)
     return sides
 
 
 def _contents(side: Checkpoint) -> tuple[set[str], list[str]]:
     """Return the names that the index gives and its shards hold, and a line for each thing that is not so."""
-    held: set[str] = set()
-    home: dict[str, str] = {}
-    lines = []
-    unread = set()
-    for shard in side.shards():
-        try:
-            header = side.header(shard)
-        except WeightsError as error:
-            lines.append(str(error))
-            unread.add(shard)
-            continue
-        for name in header:
-            if name in home:
-                lines.append(f"{name} is in two shards, {home[name]} and {shard}")
-            elif name not in side:
-                lines.append(f"{shard} holds {name}, which the index does not name")
-            home.setdefault(name, shard)
-            if name in side and side.shard_of(name) == shard:
-                held.add(name)
-    for name in side.names():
-        shard = side.shard_of(name)
-        if shard not in unread and name not in side.header(shard):
-            lines.append(f"the index puts {name} into {shard}, which does not hold it")
-    return held, lines + list(_strays(side))
+    entries, lines = read_headers(side)
+    return set(entries), lines + list(_strays(side))
 
 
 def _strays(side: Checkpoint) -> Iterator[str]:

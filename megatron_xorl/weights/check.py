@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_xorl.config.model import GlmConfig
     from megatron_xorl.weights.checkpoint import Checkpoint
 
-__all__ = ["check_checkpoint"]
+__all__ = ["check_checkpoint", "read_headers"]
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def check_checkpoint(checkpoint: Checkpoint, config: GlmConfig) -> None:
         WeightsError: missing, truncated, empty or duplicated shards and tensors; names, shapes or dtypes that the config does
             not have; an FP8 weight without scale, a scale without FP8 weight, a grid that does not fit, a bad scale value.
     """
-    entries, problems = _read_headers(checkpoint)
+    entries, problems = read_headers(checkpoint)
     problems += _names(checkpoint, config)
     rows = rows_by_name(config)
     quantized = any(entry.dtype == "F8_E4M3" for entry in entries.values())
@@ -63,10 +63,15 @@ def _message(checkpoint: Checkpoint, problems: list[str]) -> str:
     return f"{checkpoint.directory}: {len(problems)} problems:{shown}{more}"
 
 
-def _read_headers(checkpoint: Checkpoint) -> tuple[dict[str, Entry], list[str]]:
-    """Entries of every readable shard; problems of shards, of the index against them, and names in two shards."""
+def read_headers(checkpoint: Checkpoint) -> tuple[dict[str, Entry], list[str]]:
+    """Compare the shards of a checkpoint with its index.
+
+    Returns:
+        Entries of the tensors that lie where the index says; a line for each fault: shards that cannot be read, a name in two
+        shards, and for each shard the tensors that it holds or lacks against the index.
+    """
     entries: dict[str, Entry] = {}
-    home: dict[str, str] = {}
+    homes: dict[str, list[str]] = {}
     problems = []
     unreadable = set()
     for shard in checkpoint.shards():
@@ -77,22 +82,57 @@ def _read_headers(checkpoint: Checkpoint) -> tuple[dict[str, Entry], list[str]]:
             unreadable.add(shard)
             continue
         for name, entry in header.items():
-            if name in home:
-                problems.append(f"{name} is in two shards, {home[name]} and {shard}; keep one")
-            elif name not in checkpoint:
-                problems.append(
-                    f"{shard} holds {name}, which the index does not name; fetch the index again"
-                )
-            home.setdefault(name, shard)
+            homes.setdefault(name, []).append(shard)
             if name in checkpoint and checkpoint.shard_of(name) == shard:
                 entries[name] = entry
+    problems += _twice(homes)
+    problems += _unnamed(checkpoint, homes)
+    problems += _elsewhere(checkpoint, homes, unreadable)
+    return entries, problems
+
+
+def _twice(homes: dict[str, list[str]]) -> Iterator[str]:
+    """Tensors in two shards, a line for each pair of shards."""
+    by_pair: dict[tuple[str, str], list[str]] = {}
+    for name, shards in homes.items():
+        if len(shards) > 1:
+            by_pair.setdefault((shards[0], shards[1]), []).append(name)
+    for (one, other), names in by_pair.items():
+        verb = "is" if len(names) == 1 else "are"
+        yield f"{_first(names)} {verb} in two shards, {one} and {other}; keep one"
+
+
+def _unnamed(checkpoint: Checkpoint, homes: dict[str, list[str]]) -> Iterator[str]:
+    """Tensors of a shard that no index names, a line a shard."""
+    by_shard: dict[str, list[str]] = {}
+    for name, shards in homes.items():
+        if name not in checkpoint and len(shards) == 1:
+            by_shard.setdefault(shards[0], []).append(name)
+    for shard, names in by_shard.items():
+        yield f"{shard} holds {_first(names)}, which the index does not name; fetch the index again"
+
+
+def _elsewhere(
+    checkpoint: Checkpoint, homes: dict[str, list[str]], unreadable: set[str]
+) -> Iterator[str]:
+    """Tensors that the index puts into a shard that does not hold them, a line for each shard that does, or for none."""
+    by_place: dict[tuple[str, str | None], list[str]] = {}
     for name in checkpoint.names():
         shard = checkpoint.shard_of(name)
-        if shard not in unreadable and name not in checkpoint.header(shard):
-            problems.append(
-                f"the index puts {name} into {shard}, which does not hold it; fetch index and shard again"
-            )
-    return entries, problems
+        found = homes.get(name, [])
+        if shard not in unreadable and shard not in found:
+            by_place.setdefault((shard, found[0] if found else None), []).append(name)
+    for (shard, other), names in by_place.items():
+        told = f"the index puts {_first(names)} into {shard}, which does not hold "
+        told += "it" if len(names) == 1 else "them"
+        if other is None:
+            yield f"{told}; fetch index and shard again"
+        else:
+            yield f"{told}: {other} does; the shards were exchanged or renamed, or the index is of another copy: fetch them again"
+
+
+def _first(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _names(checkpoint: Checkpoint, config: GlmConfig) -> Iterator[str]:

@@ -4,7 +4,8 @@ The one idea: sizes, and the hashes of the small files, are compared whenever a 
 and config.json decide which bytes are which tensor); hashes of the weights where they are asked for. A Megatron checkpoint must
 have a manifest; a Hugging Face directory as downloaded has none, and then nothing is compared.
 
-Refused: a conversion that has not finished, files that are missing, of another size or content, or that the manifest leaves out.
+Refused: a directory that holds both forms, a conversion that has not finished, a manifest of another version, files that are
+missing, of another size or content, or that the manifest leaves out.
 """
 
 from __future__ import annotations
@@ -39,15 +40,29 @@ COMMON_NAME = "common.pt"
 """What Megatron keeps beside the tensors; of a base, its iteration alone."""
 
 _WEIGHTS = (".distcp", ".safetensors")
+_VERSION = 1
 _NEEDED = (METADATA_NAME, "config.json", LAYOUT_NAME, COMMON_NAME)
 
 
 def is_megatron(directory: Path) -> bool:
     """Whether the folder is, or was going to be, a Megatron distributed checkpoint."""
-    return (
-        any((directory / name).is_file() for name in (METADATA_NAME, "metadata.json"))
-        or next(directory.glob("*.distcp"), None) is not None
-    )
+    return _sign(directory, METADATA_NAME, "metadata.json", "*.distcp") is not None
+
+
+def _sign(directory: Path, *patterns: str) -> str | None:
+    """Return the name of a file that tells a form, if there is one."""
+    found = (path.name for pattern in patterns for path in sorted(directory.glob(pattern)))
+    return next(found, None)
+
+
+def _refuse_both_forms(directory: Path) -> None:
+    theirs = _sign(directory, "model.safetensors.index.json", "*.safetensors")
+    ours = _sign(directory, METADATA_NAME, "metadata.json", "*.distcp")
+    if theirs and ours:
+        raise WeightsError(
+            f"{directory} holds files of two forms, {theirs} of a Hugging Face checkpoint and {ours} of a Megatron one; "
+            "take the files that do not belong there out of the directory"
+        )
 
 
 def read_files(
@@ -67,6 +82,7 @@ def read_files(
         raise WeightsError(
             f"{directory} is not a directory; give the folder of a Hugging Face or Megatron checkpoint"
         )
+    _refuse_both_forms(directory)
     if not (directory / MANIFEST).exists():
         _refuse_unfinished(directory)
         return {}
@@ -87,9 +103,15 @@ def listed_files(directory: Path) -> tuple[dict[str, dict[str, Any]], bool]:
     """Return the files of a manifest, and whether it has hashes: all of them have one then.
 
     Raises:
-        CheckpointError: there is no manifest, it is damaged, or a file has no hash.
+        CheckpointError: there is no manifest, it is damaged or of another version, or a file has no hash.
     """
     document = read_manifest(directory)
+    version = document.get("format_version")
+    if type(version) is not int or version != _VERSION:
+        raise CheckpointError(
+            f"{directory / MANIFEST}: format_version is {version!r}, this version of megatron-xorl reads {_VERSION}; "
+            "use another iteration"
+        )
     conversion, files = document.get("conversion"), document["files"]
     without = [name for name, described in files.items() if "sha256" not in described]
     # A conversion with --no-hash has no hashes at all, and says so; one that is merely absent is a fault.

@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 import re
+import stat
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +23,7 @@ __all__ = [
     "MANIFEST",
     "describe_files",
     "described_fault",
+    "file_fault",
     "file_sha256",
     "parse_json",
     "read_manifest",
@@ -84,7 +87,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         )
     if document.pop(SELF, None) != _document_sha256(document):
         raise CheckpointError(
-            f"{path} has other content than when it was saved (SHA-256 differs); the checkpoint is damaged: use another iteration"
+            f"{path} has other content than it says of itself (SHA-256 differs); the checkpoint is damaged: use another iteration"
         )
     for name, described in document["files"].items():
         fault = _name_fault(name) or described_fault(described)
@@ -99,12 +102,33 @@ def parse_json(content: bytes) -> Any:
     """Return what a JSON document holds.
 
     Raises:
-        ValueError: it is no UTF-8 or no JSON, or nested deeper than any document of ours.
+        ValueError: it is no UTF-8 or no JSON, writes a key of an object twice, or is nested deeper than any document of ours.
     """
     try:
-        return json.loads(content.decode("utf-8"))
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """One object of a document; JSON's own reader keeps the last of two values and says nothing."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"key {key!r} appears twice")
+    return result
+
+
+def file_fault(path: Path) -> str | None:
+    """Say why a name is no file that can be read from front to back; None if it is one."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "is a link to nothing" if path.is_symlink() else "is missing"
+    if stat.S_ISREG(mode):
+        return None
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return f"is {kinds.get(stat.S_IFMT(mode), 'a device')}, expected a file"
 
 
 def described_fault(described: Any) -> str | None:
@@ -146,8 +170,8 @@ def verify_files(
     faults = []
     for name, expected in files.items():
         path = directory / name
-        if not path.is_file():
-            faults.append(f"{name} is missing")
+        if fault := file_fault(path):
+            faults.append(f"{name} {fault}")
         elif path.stat().st_size != expected["size"]:
             faults.append(
                 f"{name} has {path.stat().st_size} bytes, the manifest says {expected['size']}"
@@ -157,7 +181,7 @@ def verify_files(
                 f"{name} has no SHA-256 in the manifest, so its content cannot be checked"
             )
         elif hashes and file_sha256(path, advance) != expected["sha256"]:
-            faults.append(f"{name} has other content than when it was saved (SHA-256 differs)")
+            faults.append(f"{name} has other content than its manifest says (SHA-256 differs)")
     if faults:
         raise CheckpointError(f"{directory} is damaged: {'; '.join(faults)}; use another iteration")
 

@@ -24,6 +24,7 @@ from megatron_xorl.weights.completeness import COMMON_NAME
 from megatron_xorl.weights.container import ALIGNMENT, container, locate
 from megatron_xorl.weights.dcp_metadata import Item, read_items
 from megatron_xorl.weights.keys import METADATA_NAME, canonical_key, hf_names_by_chunk, key_table
+from megatron_xorl.weights.manifest import file_fault
 from megatron_xorl.weights.shards import DTYPE_BYTES, Entry
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ class MegatronCheckpoint(Checkpoint):
 
     def _read_header(self, shard: str) -> dict[str, Entry]:
         path = self.directory / shard
-        if not path.is_file():
-            raise WeightsError(f"{shard} is missing; .metadata names it, copy the checkpoint again")
+        if fault := file_fault(path):
+            raise WeightsError(f"{shard} {fault}; .metadata names it, copy the checkpoint again")
         size, end = path.stat().st_size, 0
         entries = {}
         with open(path, "rb") as file:

@@ -12,12 +12,12 @@ wrong at once.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from megatron_xorl.errors import WeightsError
 from megatron_xorl.weights.checkpoint import Checkpoint
+from megatron_xorl.weights.manifest import file_fault, parse_json
 from megatron_xorl.weights.shards import Entry, read_header
 from megatron_xorl.weights.writer import INDEX_NAME, SINGLE_NAME
 
@@ -57,23 +57,30 @@ class HfCheckpoint(Checkpoint):
 
     def _find_weights(self) -> dict[str, str]:
         index = self.directory / INDEX_NAME
-        if index.is_file():
+        if index.exists():
             return _read_index(index)
-        if (self.directory / SINGLE_NAME).is_file():
+        if (self.directory / SINGLE_NAME).exists():
             return dict.fromkeys(read_header(self.directory / SINGLE_NAME), SINGLE_NAME)
         if pickled := sorted(self.directory.glob("*.bin")):
             raise WeightsError(
-                f"{self.directory} has pickled weights ({pickled[0].name}); loading them would run code: convert to safetensors"
+                f"{self.directory} has pickled weights ({_some(pickled)}); loading them would run code: convert to safetensors"
             )
         raise WeightsError(
             f"{self.directory} has neither {INDEX_NAME} nor {SINGLE_NAME}; fetch the checkpoint again"
         )
 
 
+def _some(paths: list[Path]) -> str:
+    names = [path.name for path in paths]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _read_index(path: Path) -> dict[str, str]:
+    if fault := file_fault(path):
+        raise WeightsError(f"{path} {fault}; fetch it again")
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        weight_map = parse_json(path.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
         raise WeightsError(
             f"{path} is not a safetensors index (JSON with weight_map): {error}; fetch it again"
         ) from error

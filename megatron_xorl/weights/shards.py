@@ -7,13 +7,12 @@ shows in the header against the file's size, so it can be named before a byte of
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_xorl.errors import WeightsError
+from megatron_xorl.weights.manifest import file_fault, parse_json
 
 __all__ = ["DTYPE_BYTES", "Entry", "read_header"]
 
@@ -61,8 +60,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             )
         text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text)
+    except ValueError as error:
         raise WeightsError(
             f"{path.name}: the safetensors header is damaged ({error}); fetch the file again"
         ) from error
@@ -78,8 +77,8 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def _file_size(path: Path) -> int:
-    if not path.is_file():
-        raise WeightsError(f"{path.name} is missing; the index names it, fetch it")
+    if fault := file_fault(path):
+        raise WeightsError(f"{path.name} {fault}; the index names it, fetch it")
     size = path.stat().st_size
     if size < _LENGTH_BYTES:
         raise WeightsError(
@@ -90,9 +89,9 @@ def _file_size(path: Path) -> int:
 
 def _entry(path: Path, name: str, fields: Any, data: int, size: int) -> Entry:
     try:
-        dtype, shape = str(fields["dtype"]), tuple(int(side) for side in fields["shape"])
-        start, stop = (data + int(offset) for offset in fields["data_offsets"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        dtype, shape = str(fields["dtype"]), tuple(_whole(side) for side in fields["shape"])
+        first, last = (_whole(offset) for offset in fields["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
         raise WeightsError(
             f"{path.name}: the header entry of {name} is damaged; fetch the file again"
         ) from error
@@ -100,7 +99,12 @@ def _entry(path: Path, name: str, fields: Any, data: int, size: int) -> Entry:
         raise WeightsError(
             f"{path.name}: {name} has dtype {dtype}, expected one of {sorted(DTYPE_BYTES)}"
         )
-    if stop > size or start < data:
+    if not 0 <= first <= last:
+        raise WeightsError(
+            f"{path.name}: {name} has data_offsets [{first}, {last}], expected 0 <= begin <= end; fetch the file again"
+        )
+    start, stop = data + first, data + last
+    if stop > size:
         raise WeightsError(
             f"{path.name} is truncated: {name} ends at byte {stop}, the file has {size}; fetch it again"
         )
@@ -129,8 +133,7 @@ def _check_layout(path: Path, entries: dict[str, Entry], data: int, size: int) -
         )
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    key, count = Counter(key for key, _ in pairs).most_common(1)[0] if pairs else ("", 1)
-    if count > 1:
-        raise ValueError(f"key {key!r} appears twice")
-    return dict(pairs)
+def _whole(number: Any) -> int:
+    if type(number) is not int:
+        raise TypeError(f"{number!r} is no whole number")
+    return number

@@ -204,7 +204,8 @@ def test_too_little_space_is_said_before_anything_is_written(source, tmp_path, m
     monkeypatch.setattr(stream.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2**20})())
     code, said = command(["import", str(source), str(tmp_path / "out")])
     assert code == 2
-    assert "GiB free; free space or choose another disk" in said
+    assert " has 1.0 MiB free; free space or choose another disk" in said
+    assert "/out needs 5" in said and "0.00" not in said
     assert not (tmp_path / "out").exists()
 
 
@@ -233,13 +234,135 @@ def test_an_unfinished_output_is_continued_by_the_same_conversion_alone(
     with pytest.raises(WeightsError, match="incomplete"):
         import_checkpoint(source, out)
     monkeypatch.undo()
-    for other, options in ((tiny_dir, Options()), (source, Options("bf16"))):
-        with pytest.raises(WeightsError, match="of another source, or with other options"):
-            import_checkpoint(other, out, options)
-    (shard := source / "model-00003-of-00013.safetensors").touch()
-    with pytest.raises(WeightsError, match="of another source"):
-        import_checkpoint(source, out)
-    assert shard.exists()
+    for other, options, hashed, named in (
+        (
+            tiny_dir,
+            Options(),
+            True,
+            r"model-00001-of-00004.safetensors is a new file of the source",
+        ),
+        (source, Options("bf16"), True, "it has --dtype keep, and this has --dtype bf16"),
+        (source, Options(), False, "--no-hash was not given then and is given now"),
+    ):
+        with pytest.raises(
+            WeightsError, match=f"of another source, or with other options: {named}"
+        ):
+            import_checkpoint(other, out, options, hashed=hashed)
+
+
+SHARD = "model-0000{}-of-00013.safetensors"
+
+
+def change(path: Path) -> None:
+    """Change one byte and nothing else but the time."""
+    flip(path)
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("verb", ["import", "export"])
+def test_where_only_times_changed_the_content_decides(
+    verb: str, source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the source has other times: the run continues, and a finished output is accepted, by content."""
+    import shutil
+
+    convert = import_checkpoint if verb == "import" else export_checkpoint
+    given, out = tmp_path / "given", tmp_path / "out"
+    shutil.copytree(source if verb == "import" else whole, given)
+    stop_after(monkeypatch, 4)
+    with pytest.raises(WeightsError, match="incomplete"):
+        convert(given, out)
+    monkeypatch.undo()
+    shutil.copytree(out, tmp_path / "other")
+    for path in given.rglob("*"):
+        os.utime(path, ns=(10**18, 10**18))
+    used = SHARD.format(2) if verb == "import" else "__0_1.distcp"
+    unused = SHARD.format(9) if verb == "import" else "__0_8.distcp"
+    flip(given / used)
+    with pytest.raises(WeightsError, match=f"{used} of the source has other content than it had"):
+        convert(given, tmp_path / "other")
+    flip(given / used)
+    if verb == "import":  # nothing was made of it yet, and no manifest knows what it was
+        flip(given / unused)
+    assert convert(given, out)["resumed"] == 4
+    for path in given.rglob("*"):
+        os.utime(path, ns=(10**18 + 5, 10**18 + 5))
+    report = convert(given, out)
+    assert report["resumed"] == report["files"]
+    flip(given / used)
+    with pytest.raises(WeightsError, match=f"holds a checkpoint already.*{used} of the source has"):
+        convert(given, out)
+
+
+def test_without_hashes_a_changed_time_of_a_used_file_is_named(source, tmp_path, monkeypatch):
+    import shutil
+
+    shutil.copytree(source, tmp_path / "given")
+    stop_after(monkeypatch, 4)
+    with pytest.raises(WeightsError, match="incomplete"):
+        import_checkpoint(tmp_path / "given", tmp_path / "out", hashed=False)
+    monkeypatch.undo()
+    os.utime(tmp_path / "given" / SHARD.format(9), ns=(1, 1))  # not used yet
+    shutil.copytree(tmp_path / "out", tmp_path / "again")
+    assert import_checkpoint(tmp_path / "given", tmp_path / "again", hashed=False)["resumed"] == 4
+    os.utime(tmp_path / "given" / SHARD.format(1), ns=(1, 1))
+    with pytest.raises(WeightsError, match=f"{SHARD.format(1)} of the source has another time"):
+        import_checkpoint(tmp_path / "given", tmp_path / "out", hashed=False)
+
+
+def test_a_small_file_or_a_size_that_changed_is_named(source, tmp_path, monkeypatch) -> None:
+    import shutil
+
+    shutil.copytree(source, tmp_path / "given")
+    stop_after(monkeypatch, 4)
+    with pytest.raises(WeightsError, match="incomplete"):
+        import_checkpoint(tmp_path / "given", tmp_path / "out")
+    monkeypatch.undo()
+    change(tmp_path / "given/tokenizer.json")
+    with pytest.raises(WeightsError, match=r"tokenizer\.json of the source has other content"):
+        import_checkpoint(tmp_path / "given", tmp_path / "out")
+    with open(tmp_path / "given/tokenizer.json", "ab") as file:
+        file.write(b" ")
+    with pytest.raises(WeightsError, match=r"tokenizer\.json of the source had \d+ bytes and has"):
+        import_checkpoint(tmp_path / "given", tmp_path / "out")
+
+
+def test_what_a_file_was_made_of_is_in_the_manifest(source, whole, tmp_path) -> None:
+    """The source's hashes, computed while it was read, so that the output says of which bytes it is."""
+    made = read_manifest(whole)["conversion"]["source"]
+    for path in source.iterdir():
+        assert made[path.name]["sha256"] == files.hashlib.sha256(path.read_bytes()).hexdigest()
+    import_checkpoint(source, tmp_path / "out", hashed=False)
+    unhashed = read_manifest(tmp_path / "out")["conversion"]["source"]
+    assert "sha256" not in unhashed[SHARD.format(1)]
+
+
+def terminated(arguments: list[str]) -> tuple[int, str]:
+    """Run the command and send SIGTERM to this process when the second file is begun."""
+    import signal
+    import threading
+
+    initial, opened = files.OutputFile.__init__, []
+
+    def signalled(self: files.OutputFile, *args: object, **kwargs: object) -> None:
+        initial(self, *args, **kwargs)
+        opened.append(self)
+        if len(opened) == 2:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+            time.sleep(0.5)  # the signal is another thread's business
+
+    files.OutputFile.__init__ = signalled
+    return command(arguments)
+
+
+def test_sigterm_stops_a_conversion_with_a_line_that_says_how_to_go_on(source, whole, tmp_path):
+    out = tmp_path / "out"
+    arguments = ["import", str(source), str(out)]
+    ((code, said),) = run_world(terminated, 1, arguments, process_group=False)
+    assert (code, said.count("\n")) == (2, 1), said
+    assert f"ended by SIGTERM; {out} is incomplete (1 of 13 files) and says so; the same" in said
+    assert import_checkpoint(source, out)["resumed"] == 1
+    assert hashes(out) == hashes(whole)
 
 
 def test_a_complete_output_is_accepted_once_more_and_refused_for_another_source(
@@ -339,9 +462,10 @@ def test_a_complete_output_with_a_changed_byte_is_not_accepted(name, source, tmp
         import_checkpoint(source, out)
 
 
+@pytest.mark.parametrize("touch", [change, os.utime], ids=["content", "time"])
 @pytest.mark.parametrize("name", ["tokenizer.json", "model-00002-of-00013.safetensors"])
 def test_a_source_that_changes_meanwhile_gives_no_manifest(
-    name: str, tiny_dir: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, touch, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil
 
@@ -351,11 +475,15 @@ def test_a_source_that_changes_meanwhile_gives_no_manifest(
     write = stream._write_small
 
     def changed(conversion: stream.Conversion) -> object:
-        os.utime(tmp_path / "source" / name)
-        return write(conversion)
+        made = write(conversion)
+        touch(tmp_path / "source" / name)
+        return made
 
     monkeypatch.setattr(stream, "_write_small", changed)
-    with pytest.raises(WeightsError, match=f"{name} changed while it was converted"):
+    if touch is os.utime:  # the same bytes, so nothing is wrong
+        import_checkpoint(tmp_path / "source", tmp_path / "out")
+        return
+    with pytest.raises(WeightsError, match=f"changed while it was converted: {name} of the source"):
         import_checkpoint(tmp_path / "source", tmp_path / "out")
     with pytest.raises(WeightsError, match="unfinished conversion"):
         open_checkpoint(tmp_path / "out")
@@ -375,7 +503,7 @@ def test_files_beside_the_weights_are_counted_and_never_held_whole(
     free = type("Usage", (), {"free": weights + 32 * 2**20})()
     with monkeypatch.context() as patched:
         patched.setattr(stream.shutil, "disk_usage", lambda _: free)
-        with pytest.raises(WeightsError, match="GiB free"):
+        with pytest.raises(WeightsError, match="MiB free"):
             import_checkpoint(tmp_path / "source", tmp_path / "out")
     longest, write = [], files.OutputFile.write
 
@@ -453,5 +581,8 @@ def test_values_that_cannot_be_quantised_promise_no_resume(tmp_path: Path) -> No
     code, said = command(["import", str(hf), str(tmp_path / "out"), "--quantize"])
     assert (code, said.count("\n")) == (2, 1)
     assert name in said
-    assert f"the same source stops it again: remove {tmp_path / 'out'}" in said
+    assert "repair the source and run the same command again, or convert with other" in said
     assert "continues it" not in said
+    tensors[name][3, 4] = 1.0
+    save_file(tensors, path, {"format": "pt"})
+    assert command(["import", str(hf), str(tmp_path / "out"), "--quantize"])[0] == 0

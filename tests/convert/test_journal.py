@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 
 from megatron_xorl.convert.journal import open_journal
+from megatron_xorl.convert.origin import Origin
 from megatron_xorl.errors import WeightsError
 
-IDENTITY = {"verb": "import", "source_sha256": "5" * 64}
+ORIGIN = Origin(Path("source"), {"verb": "import"}, {"model.safetensors": {"size": 1, "time": 2}})
+MADE = {"model.safetensors": "2" * 64}
 FILES = {f"__0_{k}.distcp" for k in range(10)}
 
 
 def begin(out: Path) -> dict[str, dict[str, object]]:
     names = FILES | {"hf/shards.json", "config.json"}
-    with open_journal(out, IDENTITY, FILES, names, hashed=True) as journal:
+    with open_journal(out, ORIGIN, FILES, names, hashed=True) as journal:
         for k in range(4):
             if f"__0_{k}.distcp" not in journal.noted:
                 (out / f"__0_{k}.distcp").write_bytes(b"x")
-                journal.append(f"__0_{k}.distcp", {"size": 1, "sha256": "1" * 64})
+                journal.append(f"__0_{k}.distcp", {"size": 1, "sha256": "1" * 64}, MADE)
         return journal.noted
 
 
@@ -52,7 +54,19 @@ FOREIGN = {
     "no conversion": (b'{"step": 1}\n', "line 1: no line of a conversion"),
     "deep": (b"[" * 100_000 + b"\n", "line 1: no line of a conversion"),
     "not UTF-8": (b"\xff\xfe\n", "line 1: no line of a conversion"),
-    "another": (b'{"conversion": {"verb": "import"}}\n', "of another source"),
+    "no source": (b'{"conversion": {"verb": "import"}}\n', "does not say of which source"),
+    "another verb": (
+        b'{"conversion": {"verb": "export"}}\n',
+        "is of `export`, and this is `import`",
+    ),
+    "another source": (
+        b'{"conversion": {"verb": "import", "source": {"x": {}}}}\n',
+        "model.safetensors is a new file of the source",
+    ),
+    "another size": (
+        b'{"conversion": {"verb": "import", "source": {"model.safetensors": {"size": 7}}}}\n',
+        "model.safetensors of the source had 7 bytes and has 1",
+    ),
 }
 
 
@@ -87,9 +101,26 @@ LINES = {
     "no file": ({"size": 1, "sha256": "0" * 64}, "file is None"),
     "file outside": ({"file": "../x", "size": 1, "sha256": "0" * 64}, r"file is '\.\./x'"),
     "file that is a list": ({"file": [], "size": 1, "sha256": "0" * 64}, "file is "),
-    "no size": ({"file": "__0_1.distcp", "sha256": "0" * 64}, "size is None"),
+    "no size": ({"file": "__0_1.distcp", "sha256": "0" * 64, "sources": MADE}, "size is None"),
     "no hash": ({"file": "__0_1.distcp", "size": 1}, "sha256 is missing"),
-    "a hash of a kind": ({"file": "__0_1.distcp", "size": 1, "sha256": 5}, "sha256 is not"),
+    "a hash of a kind": (
+        {"file": "__0_1.distcp", "size": 1, "sha256": 5, "sources": MADE},
+        "sha256 is not",
+    ),
+    "no sources": ({"file": "__0_1.distcp", "size": 1, "sha256": "0" * 64}, "sources are no files"),
+    "sources of another": (
+        {"file": "__0_1.distcp", "size": 1, "sha256": "0" * 64, "sources": {"x": None}},
+        "sources are no files",
+    ),
+    "a source's hash of a kind": (
+        {
+            "file": "__0_1.distcp",
+            "size": 1,
+            "sha256": "0" * 64,
+            "sources": {"model.safetensors": 3},
+        },
+        "sources: a sha256 is not",
+    ),
 }
 
 

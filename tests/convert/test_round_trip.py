@@ -20,6 +20,7 @@ from megatron_xorl.convert.exporter import export_checkpoint
 from megatron_xorl.convert.importer import import_checkpoint
 from megatron_xorl.convert.plan import Options
 from megatron_xorl.convert.tiny import make_tiny
+from megatron_xorl.convert.verify import verify
 from megatron_xorl.fp8.format import dequantize_blocks, quantize_blocks
 from megatron_xorl.weights.dcp_metadata import metadata_bytes, read_items
 from megatron_xorl.weights.fingerprint import fingerprint
@@ -352,3 +353,48 @@ def rewrite_metadata(directory: Path, items: list) -> None:
     described = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     document["files"][".metadata"] = described
     write_manifest(directory, document)
+
+
+@pytest.mark.parametrize("direction", ["import", "export"])
+def test_a_shard_that_keeps_no_tensor_is_not_written(direction: str, tiny_dir, tmp_path) -> None:
+    """Scales in a shard of their own: bf16 drops them, and a file without tensors is what our own reader refuses."""
+    hf = tmp_path / "hf"
+    shutil.copytree(tiny_dir, hf)
+    tensors = all_tensors(tiny_dir)
+    scales = {name: value for name, value in tensors.items() if name.endswith("_scale_inv")}
+    index = json.loads((hf / "model.safetensors.index.json").read_text())
+    for shard in hf.glob("*.safetensors"):
+        kept = {n: t for n, t in load_file(shard).items() if n not in scales}
+        save_file(kept, shard, metadata={"format": "pt"})
+    save_file(scales, hf / "model-scales.safetensors", metadata={"format": "pt"})
+    index["weight_map"] |= dict.fromkeys(scales, "model-scales.safetensors")
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    first, then = (
+        (Options("bf16"), Options()) if direction == "import" else (Options(), Options("bf16"))
+    )
+    import_checkpoint(hf, tmp_path / "megatron", first)
+    export_checkpoint(tmp_path / "megatron", tmp_path / "out", then)
+    assert not (tmp_path / "out/model-scales.safetensors").exists()
+    shards = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert shards == sorted(path.name for path in tiny_dir.glob("*.safetensors"))
+    assert verify(hf, tmp_path / "out", values=True)["equal"]
+    import_checkpoint(tmp_path / "out", tmp_path / "again")
+    export_checkpoint(tmp_path / "again", tmp_path / "back")
+    for name in shards:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+def test_an_index_without_metadata_gets_the_total_that_transformers_asks_for(
+    tiny_dir, tmp_path, caplog
+) -> None:
+    hf = tmp_path / "hf"
+    shutil.copytree(tiny_dir, hf)
+    path = hf / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    total = index.pop("metadata")["total_size"]
+    path.write_text(json.dumps(index))
+    import_checkpoint(hf, tmp_path / "megatron")
+    assert f"total_size nowhere, the tensors have {total} bytes" in caplog.text
+    export_checkpoint(tmp_path / "megatron", tmp_path / "back")
+    back = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())
+    assert back == {"metadata": {"total_size": total}, "weight_map": index["weight_map"]}

@@ -37,6 +37,12 @@ def first_expert_offset(header: dict[str, Any]) -> None:
     entry["data_offsets"] = [edge - 1 for edge in entry["data_offsets"]]
 
 
+def exchange(one: Path, other: Path) -> None:
+    one.rename(one.with_suffix(".x"))
+    other.rename(one)
+    one.with_suffix(".x").rename(other)
+
+
 class Payload:
     """Would run a command when unpickled."""
 
@@ -106,17 +112,75 @@ IMPORTS: dict[str, tuple[Callable[[Case], Any], tuple[str, ...]]] = {
     ),
     "absolute path": (lambda c: c.map(**{WEIGHT: f"/{FIRST}"}), ("outside the checkpoint",)),
     "index to a pickle": (lambda c: c.map(**{WEIGHT: "model.bin"}), ("pickled weights run code",)),
+    "many pickles": (
+        lambda c: [(c.source / f"x{n}.bin").write_bytes(b"x") for n in range(7)],
+        ("holds pickled files: x0.bin, x1.bin, x2.bin, x3.bin, x4.bin and 2 more;",),
+    ),
+    "exchanged shards": (
+        lambda c: exchange(c.source / FIRST, c.source / SECOND),
+        (
+            ": 2 problems:",
+            f"more into {FIRST}, which does not hold them: {SECOND} does; the shards were exchanged",
+        ),
+    ),
+    "a pipe for a shard": (
+        lambda c: ((c.source / SECOND).unlink(), os.mkfifo(c.source / SECOND)),
+        (f"{SECOND} is a pipe, expected a file",),
+    ),
+    "a device for a shard": (
+        lambda c: (
+            (c.source / SECOND).unlink(),
+            (c.source / SECOND).symlink_to("/dev/zero"),
+        ),
+        (f"{SECOND} is a device, expected a file",),
+    ),
+    "a folder for a shard": (
+        lambda c: ((c.source / SECOND).unlink(), (c.source / SECOND).mkdir()),
+        (f"{SECOND} is a folder, expected a file",),
+    ),
+    "a link to nothing for a shard": (
+        lambda c: ((c.source / SECOND).unlink(), (c.source / SECOND).symlink_to("nowhere")),
+        (f"{SECOND} is a link to nothing",),
+    ),
+    "a folder for the index": (
+        lambda c: ((c.source / INDEX_NAME).unlink(), (c.source / INDEX_NAME).mkdir()),
+        (f"{INDEX_NAME} is a folder, expected a file",),
+    ),
+    "negative offsets": (
+        lambda c: c.header(
+            lambda h: next(v for k, v in h.items() if k != "__metadata__").update(
+                data_offsets=[-8, 0]
+            )
+        ),
+        (FIRST, "has data_offsets [-8, 0], expected 0 <= begin <= end"),
+    ),
+    "a name twice in the index": (
+        lambda c: (c.source / INDEX_NAME).write_text(
+            (c.source / INDEX_NAME)
+            .read_text()
+            .replace('"weight_map": {', f'"weight_map": {{"{WEIGHT}": "{FIRST}",')
+        ),
+        (f"key '{WEIGHT}' appears twice",),
+    ),
+    "a Megatron document beside": (
+        lambda c: (c.source / "metadata.json").write_text("{}"),
+        ("files of two forms", INDEX_NAME, "metadata.json", "take the files"),
+    ),
+    "a Megatron file beside": (
+        lambda c: (c.source / "__0_0.distcp").write_bytes(b"x"),
+        ("files of two forms", INDEX_NAME, "__0_0.distcp"),
+    ),
     "index that is no JSON": (
         lambda c: (c.source / INDEX_NAME).write_text("{"),
         ("no", "safetensors index"),
     ),
     "pickled weights beside": (
         lambda c: (c.source / "pytorch_model.bin").write_bytes(b"x"),
-        ("pytorch_model.bin is pickled",),
+        ("source holds pickled files: pytorch_model.bin;",),
     ),
     "a .pt file beside": (
         lambda c: (c.source / "consolidated.00.pth").write_bytes(b"x"),
-        ("consolidated.00.pth is pickled",),
+        ("source holds pickled files: consolidated.00.pth;",),
     ),
     "FP8 without scale": (lambda c: c.tensor(SCALE, None), (WEIGHT, "FP8 without")),
     "scale without weight": (lambda c: c.tensor(WEIGHT, None), (WEIGHT,)),
@@ -167,6 +231,14 @@ IMPORTS: dict[str, tuple[Callable[[Case], Any], tuple[str, ...]]] = {
 }
 
 EXPORTS: dict[str, tuple[Callable[[Case], Any], tuple[str, ...]]] = {
+    "a Hugging Face shard beside": (
+        lambda c: (c.source / FIRST).write_bytes(b"x"),
+        ("files of two forms", FIRST, ".metadata"),
+    ),
+    "a pipe for a file": (
+        lambda c: ((c.source / "__0_1.distcp").unlink(), os.mkfifo(c.source / "__0_1.distcp")),
+        ("__0_1.distcp is a pipe, expected a file",),
+    ),
     "no manifest": (
         lambda c: (c.source / "manifest.json").unlink(),
         ("has no manifest.json", "import it again"),
@@ -329,7 +401,9 @@ def test_a_name_of_the_output_or_a_pickle_anywhere_in_the_source_is_refused(
     shutil.copytree(tiny_dir, tmp_path / "source")
     (tmp_path / "source" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "source" / name).write_text("x")
-    said = "is pickled" if "." in name and "partial" not in name else "of its own"
+    said = (
+        f"holds pickled files: {name};" if "." in name and "partial" not in name else "of its own"
+    )
     refused(Case(tmp_path / "source", tmp_path / "out", "import"), (said,), capsys)
 
 
@@ -341,7 +415,8 @@ def test_what_is_not_carried_over_is_named_in_one_warning(tiny_dir, tmp_path, ca
     (source / "figures").mkdir()
     (source / ".gitattributes").write_text("x")
     (source / "LICENSE").symlink_to("nowhere")
+    os.mkfifo(source / "pipe")
     import_checkpoint(source, tmp_path / "out")
     warnings = [record.getMessage() for record in caplog.records if "left out" in record.msg]
     assert len(warnings) == 1
-    assert warnings[0].endswith("are: .gitattributes, LICENSE, figures")
+    assert warnings[0].endswith("are: .gitattributes, LICENSE, figures, pipe")

@@ -100,6 +100,11 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = 
         lambda d: (d.update(conversion=[]), without_hash(d)),
         ("sha256 is missing",),
     ),
+    "another version": (
+        lambda d: d.update(format_version=99),
+        ("format_version is 99, this version of megatron-xorl reads 1",),
+    ),
+    "no version": (lambda d: d.pop("format_version"), ("format_version is None",)),
     "no weights": (
         lambda d: d["files"].pop("__0_2.distcp"),
         ("files leaves out __0_2.distcp",),

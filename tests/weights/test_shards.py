@@ -53,7 +53,9 @@ def test_entries_point_at_the_bytes_of_each_tensor(tmp_path):
     ("header", "complaint"),
     [
         (entry(offsets=(0, 32)), "x.safetensors is truncated: w ends at byte"),
-        (entry(offsets=(-16, 0)), "truncated"),
+        (entry(offsets=(-16, 0)), r"w has data_offsets \[-16, 0\], expected 0 <= begin <= end"),
+        (entry(offsets=(16, 0)), r"w has data_offsets \[16, 0\]"),
+        (entry(offsets=(0.5, 16)), "the header entry of w is damaged"),
         (entry(shape=(2, 3)), r"w has 16 bytes, F32 \[2, 3\] needs 24"),
         (entry(shape=(-2, -2)), r"w has 16 bytes, F32 \[-2, -2\] needs 16"),
         (entry(dtype="F4"), "w has dtype F4, expected one of"),
