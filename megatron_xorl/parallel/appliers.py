@@ -15,6 +15,7 @@ import torch
 
 from megatron_xorl.parallel import standins
 from megatron_xorl.parallel.literals import exchange_literals, resolve
+from megatron_xorl.parallel.unequal import gathering_unequal
 
 __all__ = [
     "Applier",
@@ -26,6 +27,7 @@ __all__ = [
     "one_generator",
     "positions_on_this_cp_rank",
     "tensor_to_cpu",
+    "with_unequal_parts",
     "without_grad",
     "without_jit_fuser",
 ]
@@ -85,6 +87,12 @@ def without_grad(paths: tuple[str, ...]) -> None:
     """Wrap every named function in no_grad."""
     for path in paths:
         bind(torch.no_grad()(resolve(path)))((path,))
+
+
+def with_unequal_parts(paths: tuple[str, ...]) -> None:
+    """Let every named gather take parts of unequal length."""
+    for path in paths:
+        bind(gathering_unequal(resolve(path)))((path,))
 
 
 def default_true(paths: tuple[str, ...]) -> None:

@@ -85,7 +85,8 @@ def repair_megatron() -> None:
     """Apply on a GPU the substitutions that mend faults of the installed Megatron rather than the lack of a GPU.
 
     ``prebuilt_helpers`` (the wheel has no Makefile and would exit), ``optimizer_load`` (an in-place copy into views of fp32
-    parameters) and ``save_queue`` (a spawned process a run). :func:`use_cpu` includes them.
+    parameters), ``per_group_steps`` (one Adam step for all groups) and ``save_queue`` (a spawned process a run).
+    :func:`use_cpu` includes them.
 
     Raises:
         PlatformError: megatron-core is missing or of another version.
@@ -94,7 +95,7 @@ def repair_megatron() -> None:
     from megatron_xorl.parallel.substitutions import SUBSTITUTIONS
 
     for entry in SUBSTITUTIONS:
-        if entry.name in ("prebuilt_helpers", "optimizer_load", "save_queue"):
+        if entry.name in ("prebuilt_helpers", "optimizer_load", "per_group_steps", "save_queue"):
             entry.apply(entry.replaces)
 
 

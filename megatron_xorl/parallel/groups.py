@@ -31,6 +31,7 @@ class _Layout:
     ep: int
     etp: int
     cp: int
+    vpp: int
     seed: int
 
     def __str__(self) -> str:
@@ -48,6 +49,7 @@ def initialize(
     etp: int = 1,
     cp: int = 1,
     *,
+    vpp: int = 1,
     seed: int = 1234,
     timeout: float = 600.0,
 ) -> None:
@@ -55,16 +57,17 @@ def initialize(
 
     Rank and world size come from a process group that exists already, else from torchrun's environment (``RANK``,
     ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), else this is a world of one process, which needs no
-    port. ``seed`` (positive) is Megatron's ``--seed``: pipeline stage p draws from ``seed + 100 p``. ``timeout`` is the
-    seconds after which a collective that a rank does not join fails.
+    port. ``vpp`` is the number of virtual stages (model chunks) of each pipeline rank. ``seed`` (positive) is Megatron's
+    ``--seed``: pipeline stage p draws from ``seed + 100 p``. ``timeout`` is the seconds after which a collective that a rank
+    does not join fails.
 
     Raises:
-        LayoutError: a size is below 1, the world size is not a multiple of tp*pp*cp or of etp*ep*pp, or another layout is
-            active.
+        LayoutError: a size is below 1, the world size is not a multiple of tp*pp*cp or of etp*ep*pp, virtual stages without a
+            pipeline, or another layout is active.
         PlatformError: there is no GPU and ``use_cpu()`` was not called.
     """
     global _current, _owns_process_group
-    wanted = _Layout(tp, pp, ep, etp, cp, seed)
+    wanted = _Layout(tp, pp, ep, etp, cp, vpp, seed)
     if _current == wanted:
         return
     if _current is not None:
@@ -113,6 +116,10 @@ def _check_divides(layout: _Layout, world: int) -> None:
         raise LayoutError(
             f"{', '.join(too_small)}: parallel sizes are 1 or more; correct the layout"
         )
+    if layout.vpp > 1 and layout.pp == 1:
+        raise LayoutError(
+            f"vpp={layout.vpp} with pp=1: virtual stages are for two pipeline ranks or more; use vpp=1"
+        )
     dense = layout.tp * layout.pp * layout.cp
     expert = layout.etp * layout.ep * layout.pp
     for formula, product in (("tp*pp*cp", dense), ("etp*ep*pp", expert)):
@@ -148,6 +155,7 @@ def _start_model_parallel(layout: _Layout, timeout: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,

@@ -15,7 +15,7 @@ import queue
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_xorl.parallel import appliers, standins
+from megatron_xorl.parallel import appliers, standins, step_patches
 from megatron_xorl.parallel.cpu_adam import CpuFusedAdam
 
 __all__ = ["MEGATRON_VERSIONS", "SUBSTITUTIONS", "Substitution", "substitution_names"]
@@ -166,6 +166,14 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         appliers.bind(appliers.tensor_to_cpu),
     ),
     Substitution(
+        "unequal_parts",
+        (f"{_CORE}.tensor_parallel.mappings:_gather_along_first_dim",),
+        "the all-to-all dispatcher gathers as many tokens of an expert-tensor rank as were sent to it; gloo gathers equal parts",
+        "mappings.py, with expert-tensor and expert parallelism: 'ProcessGroupGloo::allgather: invalid tensor size'",
+        "core",
+        appliers.with_unequal_parts,
+    ),
+    Substitution(
         "cp_positions",
         (
             f"{_CORE}.models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
@@ -199,6 +207,19 @@ SUBSTITUTIONS: tuple[Substitution, ...] = (
         "distrib_optimizer.py: 'a view of a leaf Variable that requires grad is being used in an in-place operation'",
         "core",
         appliers.without_grad,
+    ),
+    Substitution(
+        "per_group_steps",
+        (
+            f"{_DIST_OPT}:DistributedOptimizer.state_dict",
+            f"{_DIST_OPT}:DistributedOptimizer.load_state_dict",
+            f"{_CORE}.optimizer.optimizer:ChainedOptimizer._synchronize_steps",
+        ),
+        "factors that join later are at another Adam step, in parameter groups of their own; an expert-only scope has an empty "
+        "sub-optimizer",
+        "distrib_optimizer.py: assert len(steps) <= 1 in state_dict(); optimizer.py: a stub has no param_groups",
+        "core",
+        step_patches.per_group_steps,
     ),
     Substitution(
         "save_queue",
