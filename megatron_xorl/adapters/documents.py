@@ -16,12 +16,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_xorl.adapters.carried import carried_targets
 from megatron_xorl.adapters.formats import check_format, inventory_hash, is_bank
 from megatron_xorl.adapters.inventory import Factor
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.errors import AdapterError
 
-__all__ = ["PEFT_MINIMUM", "adapter_document"]
+__all__ = ["FORMAT_VERSION", "PEFT_MINIMUM", "adapter_document"]
+
+FORMAT_VERSION = 1
+"""Of the ``megatron_xorl`` section."""
 
 PEFT_MINIMUM = "0.19.1"
 """PEFT below this reads the fused layout of banks with A and B in each other's place."""
@@ -43,7 +47,7 @@ def adapter_document(
 
     Args:
         adapter: the configuration that trained the factors.
-        factors: what the file holds.
+        factors: what the file holds; targets whose factors do not train are listed under ``frozen``.
         base_model: path or name of the base.
         base_fingerprint: of the base that was trained on, None where nobody knows it.
         forward: mode and backend of the base's products while it trained.
@@ -63,12 +67,14 @@ def adapter_document(
     targets = _leaves(adapter, ranks, rank) if shared else _peft_targets(adapter, ranks, rank)
     own = {
         "format": format,
-        "format_version": 1,
+        "format_version": FORMAT_VERSION,
         "adapter": adapter.to_dict(),
         "base_fingerprint": base_fingerprint,
         "forward": dict(forward),
         "inventory_hash": inventory_hash(factors),
     }
+    if carried := carried_targets(factors):
+        own["frozen"] = list(carried)
     if format == "hf_peft_fused":
         own["peft_min_version"] = PEFT_MINIMUM
     return {

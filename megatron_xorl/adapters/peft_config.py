@@ -19,7 +19,7 @@ from megatron_xorl.adapters.scopes import SCOPES
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.errors import AdapterError
 
-__all__ = ["foreign_adapter"]
+__all__ = ["check_own_settings", "foreign_adapter"]
 
 _READ = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"}
 
@@ -74,11 +74,50 @@ def foreign_adapter(
     ]
     given: dict[str, Any] = {
         "rank": max(ranks.values()),
-        "alpha": round(alpha, 9),
+        "alpha": _as_written(document, alpha),
         "glm52_lora_scope": _scope(factors),
         "lora_target_modules": rank_by_target,
     }
     return AdapterConfig(**given, rslora=rslora)
+
+
+def check_own_settings(
+    document: Mapping[str, Any],
+    adapter: AdapterConfig,
+    factors: Sequence[Factor],
+    format: str,
+    source: str,
+) -> None:
+    """Compare what other programs read of a file of this package with what its ``megatron_xorl`` section says.
+
+    Raises:
+        AdapterError: they would compute something else from it than this package.
+    """
+    _check_known({key: value for key, value in document.items() if key != "megatron_xorl"}, source)
+    ranks = {factor.target: factor.rank for factor in factors}
+    rank = max(ranks.values())
+    found: dict[str, tuple[Any, Any]] = {
+        "r": (document.get("r"), rank),
+        "lora_alpha": (document.get("lora_alpha"), adapter.alpha),
+        "use_rslora": (document.get("use_rslora", False), adapter.rslora),
+    }
+    if format == "sglang_shared_outer":
+        others = {target: own for target, own in ranks.items() if own != rank}
+        found["rank_pattern"] = (document.get("rank_pattern") or {}, others)
+    for key, (told, own) in found.items():
+        if told != own:
+            shown = f"{own:g}" if isinstance(own, float) else str(own)
+            raise AdapterError(
+                f"{source}: {key} is {told!r}, its megatron_xorl section says {shown[:80]}; export the adapter again"
+            )
+
+
+def _as_written(document: Mapping[str, Any], alpha: float) -> int | float:
+    """The file's own number where it is the one; a product of rounding otherwise (64.0 of 64, or of a doubled 128)."""
+    given: int | float = document["lora_alpha"]
+    if math.isclose(given, alpha, rel_tol=1e-9):
+        return given
+    return int(alpha) if isinstance(given, int) and alpha.is_integer() else round(alpha, 9)
 
 
 def _check_known(document: Mapping[str, Any], source: str) -> None:
@@ -96,6 +135,11 @@ def _check_known(document: Mapping[str, Any], source: str) -> None:
             )
     if document.get("peft_type") is None:
         raise AdapterError(f"{source} has no peft_type, expected 'LORA'; it is no adapter of PEFT")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(document.get(key) or {}, Mapping):
+            raise AdapterError(
+                f"{source}: {key} is {document[key]!r}, expected an object of patterns and numbers"
+            )
     for key in ("r", "lora_alpha"):
         number = document.get(key)
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 1e9:

@@ -17,9 +17,9 @@ from megatron_xorl.adapters.formats import EXPERT_KEYS, PREFIX, Entry, file_entr
 from megatron_xorl.adapters.inventory import Factor, projection_factors
 from megatron_xorl.adapters.patterns import pattern_value
 from megatron_xorl.adapters.projections import Projection
-from megatron_xorl.errors import AdapterError
+from megatron_xorl.errors import AdapterError, nearest
 
-__all__ = ["FILE_DTYPES", "Recovered", "recover"]
+__all__ = ["FILE_DTYPES", "Recovered", "model_order", "recover"]
 
 FILE_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 """Dtypes that factors may have, as safetensors spells them."""
@@ -122,15 +122,26 @@ def recover(shapes: Shapes, document: Mapping[str, object], source: str) -> Reco
 def _parse(key: str, source: str) -> re.Match[str]:
     match = _KEY.fullmatch(key)
     plain = match and match["plain"]
-    if match is None or (plain and plain not in _ORDER) or (match["alias"] and not match["head"]):
-        raise AdapterError(
-            f"{source} holds {key}, which is no LoRA factor of this model family; export the adapter again"
-        )
+    known = match is not None and not (plain and plain not in _ORDER)
+    if match is None or not known or (match["alias"] and not match["head"]):
+        raise _no_factor(key, source)
     if match["leaf"] and f"mlp.experts.{match['leaf']}" not in _ORDER:
-        raise AdapterError(
-            f"{source} holds {key}, which is no LoRA factor of this model family; export the adapter again"
-        )
+        raise _no_factor(key, source)
     return match
+
+
+def _no_factor(key: str, source: str) -> AdapterError:
+    """The error of a key, with the nearest one that this family has: same layer, same side."""
+    module, _, side = key.removeprefix(PREFIX).rpartition(".lora_")
+    layer, side = re.search(r"\d+", module), "B" if side.startswith(("B", "embedding_B")) else "A"
+    root = f"model.layers.{layer[0] if layer else 0}."
+    known = ["lm_head", *(root + place for place in _ORDER if place != "lm_head")]
+    close = nearest(module or key, known, n=1)
+    hint = f" (nearest: {PREFIX}{close[0]}.lora_{side}.weight)" if close else ""
+    return AdapterError(
+        f"{source} holds {key}, which is no LoRA factor of this model family{hint}; "
+        "export the adapter again, or use its own base"
+    )
 
 
 def _format(parsed: Mapping[str, re.Match[str]], source: str) -> str:
@@ -238,7 +249,7 @@ def _factors(found: Mapping[str, _Found], format: str, source: str) -> tuple[Fac
         lead = [shape[0] for shape in item.shapes.values() if len(shape) == 3]
         experts[bank] = max([experts.get(bank, 1), item.experts, *lead])
     factors: list[Factor] = []
-    for target in sorted(found, key=_model_order):
+    for target in sorted(found, key=model_order):
         item = found[target]
         if halves := {"A", "B"} - item.shapes.keys():
             (lost,) = halves
@@ -274,7 +285,8 @@ def _place(target: str) -> str:
     return target if target == "lm_head" else target.split(".", 3)[3]
 
 
-def _model_order(target: str) -> tuple[float, int]:
+def model_order(target: str) -> tuple[float, int]:
+    """Return what sorts targets as the model has them: layer by layer, the head last."""
     layer = float("inf") if target == "lm_head" else int(target.split(".")[2])
     return layer, _PLACES[_place(target)]
 

@@ -145,12 +145,7 @@ NOTES: tuple[Note, ...] = (
     ),
     Note(
         "XoRL", "applies", lambda held: held.format == SHARED,
-        "attention, dense, shared and routed factors under these keys",
-        "https://github.com/togethercomputer/xorl/blob/main/src/xorl/lora/utils.py",
-    ),
-    Note(
-        "XoRL", "ignores", lambda held: "lm_head" in held.regions,
-        "lm_head.lora_A and lora_B: its own spelling is lm_head.lora_embedding_A and lora_embedding_B",
+        "every factor under these keys, the head too: lm_head.lora_A.weight is read as its own lm_head.lora_embedding_A is",
         "https://github.com/togethercomputer/xorl/blob/main/src/xorl/lora/utils.py",
     ),
     Note(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_xorl.adapters.carried import stored_factors
 from megatron_xorl.adapters.inventory import build_inventory
 from megatron_xorl.adapters.projections import projections
 from megatron_xorl.config.model import GlmConfig
@@ -26,7 +27,7 @@ def check_fits(file: AdapterFile, config: GlmConfig) -> None:
                 f"{file.directory} adapts {factor.target}, which the base does not have{hint}; it is of another base"
             )
     recorded = build_inventory(config, file.adapter)
-    file.check_factors(recorded.trainable)
+    file.check_factors(stored_factors(recorded, file.frozen))
     for factor in file.factors:
         wanted = recorded.by_name[factor.name]
         if factor.shape != wanted.shape:

@@ -11,23 +11,24 @@ Refused: pickled weights, files outside the directory, tensors that are no facto
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron_xorl.adapters.documents import FORMAT_VERSION
 from megatron_xorl.adapters.formats import Entry, check_format, inventory_hash
 from megatron_xorl.adapters.inventory import Factor
-from megatron_xorl.adapters.peft_config import foreign_adapter
+from megatron_xorl.adapters.peft_config import check_own_settings, foreign_adapter
 from megatron_xorl.adapters.recovery import recover
+from megatron_xorl.adapters.scopes import scope_regions
 from megatron_xorl.config.adapter import AdapterConfig
-from megatron_xorl.errors import AdapterError, WeightsError
+from megatron_xorl.errors import AdapterError, nearest
+from megatron_xorl.weights.adapter_directory import located_tensors, read_document
 from megatron_xorl.weights.adapter_layouts import split_columns, split_rows
-from megatron_xorl.weights.adapter_writer import CONFIG_NAME, INDEX_NAME, STEM, WEIGHTS_NAME
-from megatron_xorl.weights.shards import read_header
+from megatron_xorl.weights.adapter_writer import CONFIG_NAME
 
 __all__ = ["AdapterFile"]
 
@@ -41,6 +42,7 @@ class AdapterFile:
         adapter: the configuration that builds exactly these factors on the base.
         base_model, base_fingerprint: of the base; the fingerprint is None where the writer did not record one.
         own: whether this package wrote it.
+        frozen: targets whose factors did not train and contribute all the same; they are in ``factors``, not trainable.
 
     Args:
         directory: of the adapter.
@@ -51,7 +53,7 @@ class AdapterFile:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self.document = self._read_config()
+        self.document = read_document(self.directory)
         base = self.document.get("base_model_name_or_path")
         self.own = "megatron_xorl" in self.document
         if not isinstance(base, str) and (self.own or base is not None):
@@ -60,22 +62,23 @@ class AdapterFile:
                 "export the adapter again"
             )
         self.base_model: str = base or ""
-        self._files = self._locate()
+        self._files = located_tensors(self.directory)
         found = recover(self.tensors(), self.document, str(self.directory))
         self.format, self.factors = found.format, found.factors
         self._spelled = found.spelled
-        self._by_name = {factor.name: factor for factor in found.factors}
         self._holds: dict[str, list[Entry]] = {}
         for entry in found.entries:
             for name in entry.sources:
                 self._holds.setdefault(name, []).append(entry)
         self.base_fingerprint: str | None = None
+        self.frozen: frozenset[str] = frozenset()
         if self.own:
             self.adapter = self._own_section()
         else:
             self.adapter = foreign_adapter(
                 self.document, self.factors, self.format, str(self.directory / CONFIG_NAME)
             )
+        self._by_name = {factor.name: factor for factor in self.factors}
 
     @property
     def forward(self) -> dict[str, str] | None:
@@ -202,6 +205,11 @@ class AdapterFile:
                 f"{path} has a megatron_xorl section without format; export the adapter again"
             )
         check_format(own["format"])
+        if own.get("format_version", 1) != FORMAT_VERSION:
+            raise AdapterError(
+                f"{path} has format_version {own['format_version']!r}, this version reads {FORMAT_VERSION}; "
+                "use the megatron_xorl that wrote it"
+            )
         fingerprint = own.get("base_fingerprint")
         known = isinstance(fingerprint, str) or ("base_fingerprint" in own and fingerprint is None)
         if not isinstance(own.get("adapter"), dict) or not known:
@@ -209,11 +217,7 @@ class AdapterFile:
                 f"{path} lacks adapter or base_fingerprint in its megatron_xorl section; export the adapter again"
             )
         adapter = AdapterConfig.from_dict(own["adapter"], str(path))
-        alpha = self.document.get("lora_alpha")
-        if alpha != adapter.alpha:
-            raise AdapterError(
-                f"{path}: lora_alpha is {alpha!r}, its megatron_xorl section says {adapter.alpha:g}; export the adapter again"
-            )
+        check_own_settings(self.document, adapter, self.factors, own["format"], str(path))
         banks = any(factor.region == "routed_experts" for factor in self.factors)
         if own["format"] != self.format:
             if banks:
@@ -226,86 +230,34 @@ class AdapterFile:
                 f"{self.directory} does not hold the factors that its {CONFIG_NAME} was written for; export the adapter again"
             )
         self.base_fingerprint = fingerprint
+        self._mark_frozen(path, own.get("frozen", []), adapter)
         return adapter
 
-    def _read_config(self) -> dict[str, Any]:
-        path = self.directory / CONFIG_NAME
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+    def _mark_frozen(self, path: Path, listed: object, adapter: AdapterConfig) -> None:
+        """Take the targets under ``frozen`` for what they are: outside the scope, and in the file with permission."""
+        if not isinstance(listed, list):
             raise AdapterError(
-                f"{self.directory} has no {CONFIG_NAME}; give the folder of an exported adapter"
-            ) from None
-        except NotADirectoryError:
-            raise AdapterError(
-                f"{self.directory} is a file; give the folder of an exported adapter, which holds {CONFIG_NAME}"
-            ) from None
-        except OSError as error:
-            raise AdapterError(
-                f"{path} cannot be read ({error.strerror}); give the folder of an exported adapter"
-            ) from error
-        except (ValueError, RecursionError) as error:
-            raise AdapterError(f"{path} is no JSON ({error}); export the adapter again") from error
-        if not isinstance(document, dict):
-            raise AdapterError(f"{path} holds no JSON object; export the adapter again")
-        return document
-
-    def _locate(self) -> dict[str, tuple[str, tuple[int, ...], str]]:
-        """``{key: (file name, shape, dtype)}``, from the checked header of every file."""
-        names, index = [WEIGHTS_NAME], None
-        if (self.directory / INDEX_NAME).is_file():
-            index = self._index()
-            names = sorted(set(index.values()))
-        elif not (self.directory / WEIGHTS_NAME).is_file():
-            self._refuse_pickled()
-        located: dict[str, tuple[str, tuple[int, ...], str]] = {}
-        for name in names:
-            try:
-                entries = read_header(self.directory / name)
-            except (WeightsError, OSError) as error:
-                raise AdapterError(
-                    f"{self.directory / name} cannot be read ({error}); export the adapter again"
-                ) from error
-            for key, entry in entries.items():
-                if index is not None and index.get(key) != name:
-                    raise AdapterError(
-                        f"{self.directory / name} holds {key}, which the index puts into {index.get(key)}; "
-                        "export the adapter again"
-                    )
-                located[key] = (name, entry.shape, entry.dtype)
-        if index is not None and (lost := sorted(index.keys() - located.keys())):
-            raise AdapterError(
-                f"{self.directory / INDEX_NAME} names {lost[0]}, which no shard holds; export the adapter again"
+                f"{path}: frozen is {listed!r}, expected a list; export the adapter again"
             )
-        return located
-
-    def _refuse_pickled(self) -> None:
-        if pickled := sorted(self.directory.glob(f"{STEM}*.bin")):
-            raise AdapterError(
-                f"{self.directory} has pickled weights ({pickled[0].name}); loading them would run code: save the adapter as "
-                "safetensors"
-            )
-
-    def _index(self) -> dict[str, str]:
-        """``{key: shard}``; all shards lie in the directory."""
-        path = self.directory / INDEX_NAME
-        try:
-            table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            names = sorted(set(table.values()))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise AdapterError(
-                f"{path} is no index of shards (a weight_map of keys to file names); export the adapter again"
-            ) from None
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+        targets = {factor.target: factor.region for factor in self.factors}
+        for name in listed:
+            fault = None
+            if name not in targets:
+                close = nearest(str(name), targets, n=1)
+                fault = f"is not in the file{f' (nearest: {close[0]})' if close else ''}"
+            elif targets[name] in scope_regions(adapter.glm52_lora_scope):
+                fault = f"the scope {adapter.glm52_lora_scope} trains"
+            elif not adapter.allow_nonzero_frozen:
+                fault = "may not contribute: allow_nonzero_frozen is false"
+            if fault:
                 raise AdapterError(
-                    f"{path} names {name!r}, which is not a file of this index's directory; export the adapter again"
+                    f"{path} lists {name!r} under frozen, which {fault}; export the adapter again"
                 )
-            if not name.endswith(".safetensors"):
-                raise AdapterError(
-                    f"{path} names {name!r}, expected a .safetensors file: pickled weights run code"
-                )
-        return dict(table)
+        self.frozen = frozenset(listed)
+        self.factors = tuple(
+            dataclasses.replace(factor, trainable=factor.target not in self.frozen)
+            for factor in self.factors
+        )
 
 
 def _bits(value: Tensor) -> Tensor:

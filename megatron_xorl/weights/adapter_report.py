@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_xorl.adapters.carried import carried_targets
 from megatron_xorl.adapters.formats import FORMATS, file_size
 from megatron_xorl.adapters.scopes import REGIONS
 from megatron_xorl.adapters.servers import server_notes
@@ -22,8 +23,9 @@ def adapter_report(file: AdapterFile) -> dict[str, Any]:
     """Describe an adapter directory.
 
     Returns:
-        ``format``, ``scope``, ``rank`` (as configured: a number, or numbers by region), ``alpha``, ``scale`` (by region, where
-        ``dtype``, ``factors``, ``parameters`` and ``bytes`` (logical, each ``total`` and ``by_region``),
+        ``format``, ``scope``, ``frozen`` (targets outside the scope that contribute all the same), ``rank`` (as configured: a
+        number, or numbers by region), ``alpha``, ``rslora``, ``dtype``, ``factors``, ``parameters`` and ``bytes`` (logical, each
+        ``total`` and ``by_region``),
         ``sizes`` (bytes the same factors take in each format that can hold them), ``base_model``, ``base_fingerprint``,
         ``written_by`` (``megatron-xorl`` or ``others``), ``servers``.
     """
@@ -35,6 +37,7 @@ def adapter_report(file: AdapterFile) -> dict[str, Any]:
     return {
         "format": file.format,
         "scope": file.adapter.glm52_lora_scope,
+        "frozen": list(carried_targets(file.factors)),
         "rank": file.adapter.rank,
         "alpha": file.adapter.alpha,
         "rslora": file.adapter.rslora,

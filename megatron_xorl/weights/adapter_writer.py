@@ -1,8 +1,9 @@
 """Write adapter directories, a factor at a time: ``adapter_config.json`` beside one safetensors file, or shards and an index.
 
 The file holds exactly the factors that trained: A and B in pairs, no zero-size tensor, key set equal to the format's table.
-Writing goes to a sibling directory that is renamed when it is complete, so that nothing that loads is left of a writer that was
-killed or ran out of disk; an existing output is refused. Memory is the factors of one bank, whatever the adapter.
+Writing goes to a sibling directory, ``OUT.partial``, that is renamed when it is complete, so that nothing that loads is left of a
+writer that was killed or ran out of disk; the next writer removes what a killed one left there. An existing output is refused,
+and so is a sibling with anything in it that no writer makes. Memory is the factors of one bank, whatever the adapter.
 """
 
 from __future__ import annotations
@@ -55,16 +56,41 @@ def check_output(
     Raises:
         AdapterError: ``out`` exists, the format cannot hold the factors or is needlessly large, half a pair, or the disk is full.
     """
-    if out.exists() or out.is_symlink():
-        raise AdapterError(f"{out} exists; choose another output directory or remove it")
     _check_pairs(factors)
     size = check_size(factors, format, allow_expanded=allow_expanded)
-    parent = next(folder for folder in out.absolute().parents if folder.exists())
+    if "\0" in str(out):
+        raise AdapterError(f"{str(out)!r} has a zero byte, which no path may have; check the path")
+    try:
+        if os.path.lexists(out):
+            raise AdapterError(f"{out} exists; choose another output directory or remove it")
+        _check_partial(_partial(out))
+        parent = next(folder for folder in out.absolute().parents if folder.exists())
+    except OSError as error:
+        raise _readable(out, error) from error
+    if not parent.is_dir():
+        raise AdapterError(
+            f"{out} cannot be made: {parent} is no folder; choose another output directory"
+        )
     if (free := shutil.disk_usage(parent).free) < size:
         raise AdapterError(
             f"{parent} has {free:,} bytes free, the adapter takes {size:,}; free some space or choose another disk"
         )
     return size
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def _check_partial(partial: Path) -> None:
+    """Return if there is nothing but what a writer that was killed has left."""
+    if not os.path.lexists(partial):
+        return
+    if partial.is_symlink() or not partial.is_dir():
+        raise AdapterError(f"{partial} is in the way and no folder; move it away")
+    for path in sorted(partial.iterdir()):
+        if path.name != CONFIG_NAME and not path.name.startswith(f"{STEM}"):
+            raise AdapterError(f"{partial} is in the way and holds {path.name}; move it away")
 
 
 def write_adapter(
@@ -113,10 +139,10 @@ def write_adapter(
     entries = file_entries(factors, format)
     slots = [Slot(entry.key, SPELLED[entry.dtype], entry.shape, entry.nbytes) for entry in entries]
     composed = compose_stream(entries, _checked(factors, stream))
-    partial = out.with_name(out.name + ".partial")
+    partial = _partial(out)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         named = ((entry.key, tensor) for entry, tensor in composed)
         write_stream(partial, slots, named, stem=STEM, max_bytes=max_bytes)
         text = json.dumps(document, indent=2) + "\n"
@@ -128,12 +154,21 @@ def write_adapter(
     return out
 
 
+_SPACE = "free some space or choose another disk"
+_REMEDIES = {
+    errno.ENOSPC: _SPACE,
+    errno.EDQUOT: _SPACE,
+    errno.EFBIG: "raise the file size limit (ulimit -f) or choose another disk",
+    errno.EROFS: "choose another disk, this one is read-only",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
+
 def _readable(out: Path, error: Exception) -> AdapterError:
     if isinstance(error, AdapterError):
         return error
     if isinstance(error, OSError):
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        todo = "free some space or choose another disk" if full else "check the path"
+        todo = _REMEDIES.get(error.errno or 0, "check the path and its permissions")
         return AdapterError(
             f"{out} could not be written ({error.strerror or error}); nothing is left of it: {todo}"
         )

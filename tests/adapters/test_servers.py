@@ -27,7 +27,7 @@ def told(format: str = "sglang_shared_outer", **adapter: object) -> str:
         ({"rank": 64}, {"rank": 16}, "vLLM needs --max-lora-rank 64"),
         ({"rslora": True}, {}, "SGLang ignores use_rslora"),
         ({"rank": {"lm_head": 2, "default": 4}}, {}, "vLLM ignores rank_pattern"),
-        ({}, {"targets": ["q_a_proj"]}, "XoRL ignores lm_head"),
+        ({}, {"format": "hf_peft"}, "XoRL applies every factor under these keys, the head too"),
         ({"format": "hf_peft_fused"}, {"format": "hf_peft"}, "needs peft 0.19.1"),
     ],
 )

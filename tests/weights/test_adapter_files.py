@@ -140,6 +140,30 @@ def test_an_existing_output_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "a/mine.txt").read_text() == "kept"
 
 
+OUTPUTS: list[tuple[str, Callable[[Path], Any], str]] = [
+    ("file/a", lambda f: (f / "file").write_text("x"), r"cannot be made: .*file is no folder"),
+    ("loop/a", lambda f: (f / "loop").symlink_to("loop"), "Too many levels of symbolic links.*check the path"),
+    ("loop", lambda f: (f / "loop").symlink_to("loop"), "loop exists; choose another"),
+    ("dangling", lambda f: (f / "dangling").symlink_to("nothing"), "dangling exists; choose another"),
+    ("a" * 300, lambda f: None, "File name too long.*choose a shorter name"),
+    ("a\0b", lambda f: None, "has a zero byte"),
+    ("a", lambda f: (f / "a.partial").write_text("x"), "a.partial is in the way and no folder"),
+    ("a", lambda f: [(f / "a.partial").mkdir(), (f / "a.partial/mine.txt").touch()], "holds mine.txt; move it away"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arrange", "says"), OUTPUTS, ids=range(len(OUTPUTS)))
+def test_an_output_that_cannot_be_made_is_one_error_and_nothing_is_lost(
+    tmp_path: Path, name: str, arrange: Callable[[Path], Any], says: str
+) -> None:
+    arrange(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(AdapterError, match=says) as caught:
+        write(tmp_path / name)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 B = "lm_head.lora_B"
 
 
@@ -255,6 +279,14 @@ def index(text: str) -> Callable[[Path], None]:
     return lambda out: (out / INDEX).write_text(text)
 
 
+def renamed(old: str, new: str) -> Callable[[Path], None]:
+    def damage(out: Path) -> None:
+        tensors = load_file(out / WEIGHTS)
+        save_file({key.replace(old, new): value for key, value in tensors.items()}, out / WEIGHTS)
+
+    return damage
+
+
 def pickled(out: Path) -> None:
     (out / WEIGHTS).unlink()
     (out / "adapter_model.bin").write_bytes(pickle.dumps({}))
@@ -269,7 +301,7 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (header(b"[" * 90_000), "header is damaged"),
     (header(b"{}"), "holds no tensor"),
     (pickled, r"pickled weights \(adapter_model.bin\); loading them would run code"),
-    (index("{"), "is no index of shards"),
+    (index("{"), "is no JSON"),
     (index("[]"), "is no index of shards"),
     (index('{"weight_map": 3}'), "is no index of shards"),
     (index('{"weight_map": {"a": "../b.safetensors"}}'), "not a file of this index's directory"),
@@ -294,6 +326,26 @@ DAMAGE: list[tuple[Callable[[Path], Any], str]] = [
     (config_of(lambda c: c.update(megatron_xorl={"format": "hf_peft"})), "lacks adapter or base_fingerprint"),
     (config_of(lambda c: c["megatron_xorl"].update(format="hf_peft")), "the keys are those of sglang_shared_outer"),
     (config_of(lambda c: c.update(lora_alpha=7)), "lora_alpha is 7, its megatron_xorl section says 6"),
+    (config_of(lambda c: c.update(r=99)), "r is 99, its megatron_xorl section says 3"),
+    (config_of(lambda c: c.update(use_rslora=True)), "use_rslora is True, its megatron_xorl section says False"),
+    (config_of(lambda c: c.update(rank_pattern={})), "rank_pattern is {}, its megatron_xorl section says"),
+    (config_of(lambda c: c.update(use_dora=True)), "use_dora is True, which is not supported"),
+    (config_of(lambda c: c.update(alpha_pattern=[1])), r"alpha_pattern is \[1\], expected an object"),
+    (config_of(lambda c: c["megatron_xorl"].update(format_version=2)), "format_version 2, this version reads 1"),
+    (lambda out: [(out / CONFIG).unlink(), os.mkfifo(out / CONFIG)], f"{CONFIG} is a pipe, expected a file"),
+    (lambda out: [(out / WEIGHTS).unlink(), os.mkfifo(out / WEIGHTS)], "is a pipe, expected a file"),
+    (lambda out: [(out / CONFIG).unlink(), (out / CONFIG).symlink_to(CONFIG)], "Too many levels of symbolic links"),
+    (lambda out: [(out / CONFIG).unlink(), (out / CONFIG).mkdir()], f"{CONFIG} is a folder, expected a file"),
+    (lambda out: (out / INDEX).mkdir(), f"{INDEX} is a folder, expected a file"),
+    (lambda out: (out / INDEX).symlink_to(INDEX), "Too many levels of symbolic links"),
+    (lambda out: (out / INDEX).symlink_to("nothing"), f"{INDEX} is a link to nothing"),
+    (index('{"weight_map": {}}'), "is no index of shards"),
+    (lambda out: (out / CONFIG).write_bytes(b'{"a": "\xff"}'), "is no JSON .*utf-8"),
+    (lambda out: (out / CONFIG).write_text('{"r": 1, "r": 2}'), "is no JSON .*key 'r' appears twice"),
+    (lambda out: (out / CONFIG).write_text('{"r": ' + "9" * 5000 + "}"), "is no JSON"),
+    (renamed("self_attn.q_a_proj", "self_attn.q_proj"), r"q_proj.lora_A.weight, .*nearest: .*0.self_attn.q_[ab]_proj.lora_A"),
+    (renamed("base_model.model.", ""), r"holds lm_head.lora_A.weight, .*nearest: base_model.model.lm_head.lora_A.weight"),
+    (renamed("mlp.down_proj", "mlp.dense_4h_to_h"), "dense_4h_to_h.lora_A.weight, which is no LoRA factor"),
 ]  # fmt: skip
 
 
