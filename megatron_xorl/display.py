@@ -170,6 +170,10 @@ def print_adapter(name: str, report: Mapping[str, Any]) -> None:
         f"scope {report['scope']}, rank {report['rank']}, alpha {report['alpha']:g}, {dtypes}",
         markup=False,
     )
+    if frozen := report["frozen"]:
+        out.print(
+            f"{len(frozen)} targets are frozen and contribute, first {frozen[0]}", soft_wrap=True
+        )
     out.print(f"trained on {report['base_model']}", markup=False, soft_wrap=True)
     out.print(f"base fingerprint {report['base_fingerprint']}", soft_wrap=True)
 

@@ -18,6 +18,7 @@ __all__ = [
     "LayoutError",
     "MegatronXorlError",
     "PlatformError",
+    "ReplicaError",
     "TargetError",
     "WeightsError",
     "nearest",
@@ -62,6 +63,10 @@ class CheckpointError(MegatronXorlError, RuntimeError):
 
 class PlatformError(MegatronXorlError, RuntimeError):
     """Devices or installed packages that do not allow what was asked."""
+
+
+class ReplicaError(MegatronXorlError, RuntimeError):
+    """Ranks that hold the same factor hold different bytes of it."""
 
 
 def nearest(name: str, candidates: Iterable[str], n: int = 3) -> list[str]:

@@ -25,6 +25,7 @@ STANDARD = {
     "FormatError": ValueError,
     "LayoutError": ValueError,
     "PlatformError": RuntimeError,
+    "ReplicaError": RuntimeError,
     "TargetError": ValueError,
     "WeightsError": ValueError,
 }

@@ -184,6 +184,12 @@ def layout(**sizes: int) -> None:
     check_layout(load_glm_config("tiny"), ParallelLayout(**sizes))
 
 
+def sequence() -> None:
+    from megatron_xorl.config.layout import sequence_problem
+
+    raise errors.LayoutError(f"data.{sequence_problem(50, tp=1, cp=2)}")
+
+
 def stages(*starts: int) -> None:
     from megatron_xorl.config.model import load_glm_config
     from megatron_xorl.config.stages import check_stage_starts
@@ -242,6 +248,12 @@ def long_question() -> None:
     data()
 
 
+def replicas_differ() -> None:
+    from megatron_xorl.training.replicas import refuse_differing
+
+    refuse_differing({"lm_head.lora_A": "rank 3 differs from 3 others"}, "after iteration 40")
+
+
 # One real fault for each message in docs/troubleshooting.md, in its order.
 FAULTS: list[tuple[str, Callable[[], None]]] = [
     ("ConfigError", preset),
@@ -254,9 +266,11 @@ FAULTS: list[tuple[str, Callable[[], None]]] = [
     ("LayoutError", lambda: layout(tp=8, world=8)),
     ("LayoutError", lambda: layout(ep=2, world=3)),
     ("LayoutError", lambda: stages(0, 7)),
+    ("LayoutError", sequence),
     ("DataError", no_answer),
     ("DataError", long_question),
     ("CheckpointError", checkpoint),
+    ("ReplicaError", replicas_differ),
     ("AdapterError", adapter_directory),
     ("PlatformError", no_device),
 ]

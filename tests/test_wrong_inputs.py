@@ -199,16 +199,12 @@ CASES: dict[str, tuple[Callable[[Run], Any], tuple[str, ...]]] = {
         ("__0_0.distcp has 3 bytes, the manifest says 7",),
     ),
     "dropout": (
-        lambda run: run.set(adapter={"dropout": 0.05}),
-        ("dropout is 0.05", "not available yet"),
+        lambda run: run.set(adapter={"dropout": 1.5}),
+        ("dropout is 1.5, expected 0 or more and less than 1",),
     ),
     "indexer: kl": (
         lambda run: run.set(adapter={"indexer": "kl"}),
         ("indexer is kl", "not available yet"),
-    ),
-    "allow_nonzero_frozen": (
-        lambda run: run.set(adapter={"allow_nonzero_frozen": True}),
-        ("allow_nonzero_frozen", "not available yet"),
     ),
     "no data": (
         lambda run: (run.folder / "train.jsonl").unlink(),
@@ -218,7 +214,10 @@ CASES: dict[str, tuple[Callable[[Run], Any], tuple[str, ...]]] = {
         lambda run: run.set(data={"seq_length": 8}),
         ("train.jsonl", "data.truncate"),
     ),
-    "context parallel": (lambda run: run.set(parallel={"cp": 2}), ("cp",)),
+    "context parallel": (
+        lambda run: run.set(parallel={"cp": 2}, data={"seq_length": 201}),
+        ("data.seq_length", "cp 2", "multiple of 4", "nearest legal: 200"),
+    ),
 }
 
 

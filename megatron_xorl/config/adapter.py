@@ -20,6 +20,7 @@ from megatron_xorl.config.regions import REGIONS, SCOPES
 from megatron_xorl.config.strict import (
     Flag,
     Number,
+    NumberAsGiven,
     StrictModel,
     Text,
     did_you_mean,
@@ -29,7 +30,7 @@ from megatron_xorl.config.strict import (
     whole,
 )
 from megatron_xorl.config.yaml import load_yaml
-from megatron_xorl.errors import ConfigError
+from megatron_xorl.errors import ConfigError, nearest
 
 __all__ = ["ALIASES", "FOREIGN", "AdapterConfig", "TargetEntry", "load_adapter_config"]
 
@@ -73,6 +74,10 @@ FOREIGN: dict[str, tuple[tuple[object, ...], str]] = {
 
 MOST_RANK = 2**14
 """A product B A has at most the rank of the smaller of its outer sizes, which is 6,144 at most in GLM-5.2."""
+
+
+MOST_ALPHA = 1e9
+"""Beyond it, and below its inverse, alpha / rank times a factor leaves what fp32 and bf16 hold with digits to spare."""
 
 
 def _rank_number(value: object) -> int:
@@ -169,7 +174,7 @@ class AdapterConfig(StrictModel):
     """
 
     rank: Annotated[int | dict[str, int], BeforeValidator(_rank)]
-    alpha: Number
+    alpha: NumberAsGiven
     rslora: Flag = False
     dropout: Number = 0.0
     glm52_lora_scope: Annotated[str, one_of(SCOPES)] = "all"
@@ -202,6 +207,11 @@ class AdapterConfig(StrictModel):
         if self.alpha <= 0:
             raise ValueError(
                 f"alpha is {self.alpha:g}, expected a positive number (at 0 the adapter does nothing); "
+                "write for example alpha: 32"
+            )
+        if not 1 / MOST_ALPHA <= self.alpha <= MOST_ALPHA:
+            raise ValueError(
+                f"alpha is {self.alpha:g}, expected {1 / MOST_ALPHA:g} to {MOST_ALPHA:g}: the scale would be lost in fp32; "
                 "write for example alpha: 32"
             )
         if not 0 <= self.dropout < 1:
@@ -258,11 +268,21 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
     _check_foreign(values, given)
     if given.get("alpha") is None:
         raise ConfigError(
-            "alpha is missing; write it (for example alpha: 32): the factors are scaled by alpha / rank"
+            f"alpha is missing{_instead(given, 'alpha')}; write it (for example alpha: 32): "
+            "the factors are scaled by alpha / rank"
         )
     if given.get("rank") is None:
-        raise ConfigError("rank is missing; write it (for example rank: 16)")
+        raise ConfigError(
+            f"rank is missing{_instead(given, 'rank')}; write it (for example rank: 16)"
+        )
     return given
+
+
+def _instead(given: Mapping[str, Any], name: str) -> str:
+    """Name an unknown key that was probably meant, where there is one."""
+    unknown = [str(key) for key in given if key not in AdapterConfig.model_fields]
+    close = nearest(name, unknown, n=1)
+    return f" (unknown key {close[0]!r} is not it)" if close else ""
 
 
 def _check_foreign(values: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -48,7 +48,8 @@ def _betas(value: object) -> object:
 class ModelSection(StrictModel):
     """``model``: the checkpoint directory, the compute dtype, and how products with FP8 weights are computed.
 
-    ``fp8_backend: auto`` leaves the choice to ``MEGATRON_XORL_FP8_BACKEND``, then to what is fastest here.
+    ``auto`` leaves the choice to ``MEGATRON_XORL_FP8_BACKEND`` and ``MEGATRON_XORL_FP8_MODE``, then to what is fastest here and
+    that backend's own mode.
     """
 
     path: Text
@@ -56,9 +57,12 @@ class ModelSection(StrictModel):
         Literal["bf16", "fp32"], one_of(("bf16", "fp32"), {"bfloat16": "bf16", "float32": "fp32"})
     ] = "bf16"
     fp8_backend: Annotated[
-        Literal["auto", "reference", "cpu"], one_of(("auto", "reference", "cpu"))
+        Literal["auto", "reference", "cpu", "triton"],
+        one_of(("auto", "reference", "cpu", "triton")),
     ] = "auto"
-    fp8_mode: Annotated[Literal["w8a16", "w8a8"], one_of(("w8a16", "w8a8"))] = "w8a16"
+    fp8_mode: Annotated[Literal["auto", "w8a16", "w8a8"], one_of(("auto", "w8a16", "w8a8"))] = (
+        "auto"
+    )
 
 
 class DataSection(StrictModel):
@@ -77,17 +81,23 @@ class DataSection(StrictModel):
 
 
 class ParallelSection(StrictModel):
-    """``parallel``: Megatron's group sizes."""
+    """``parallel``: Megatron's group sizes, and ``vpp`` virtual stages on each pipeline rank.
+
+    Every ``check_replicas`` steps the copies of all factors are compared (0: never).
+    """
 
     tp: Whole = 1
     pp: Whole = 1
     ep: Whole = 1
     etp: Whole = 1
     cp: Whole = 1
+    vpp: Whole = 1
+    check_replicas: Whole = 0
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
-        _at_least(self, 1, "tp", "pp", "ep", "etp", "cp")
+        _at_least(self, 1, "tp", "pp", "ep", "etp", "cp", "vpp")
+        _at_least(self, 0, "check_replicas")
         return self
 
 
@@ -151,16 +161,22 @@ class BatchSection(StrictModel):
 
 
 class CheckpointSection(StrictModel):
-    """``checkpoint``: where (None: under ``output``), every how many steps (0: at the end only), how many to keep (None: all)."""
+    """``checkpoint``: where (None: under ``output``), every how many steps (0: at the end only), what stays, in which form.
+
+    ``keep_last`` newest stay (None: all), and of the others the multiples of ``keep_every``. ``format: dcp`` writes files that
+    torch's distributed checkpoint reads without Megatron; either is resumed from.
+    """
 
     dir: Text | None = None
     interval: Whole = 0
     keep_last: Whole | None = None
+    keep_every: Whole | None = None
+    format: Annotated[Literal["torch_dist", "dcp"], one_of(("torch_dist", "dcp"))] = "torch_dist"
 
     @model_validator(mode="after")
     def _sane(self) -> Self:
         _at_least(self, 0, "interval")
-        _at_least(self, 1, "keep_last")
+        _at_least(self, 1, "keep_last", "keep_every")
         return self
 
 

@@ -19,6 +19,7 @@ from megatron_xorl.errors import ConfigError, nearest
 __all__ = [
     "Flag",
     "Number",
+    "NumberAsGiven",
     "StrictModel",
     "Text",
     "Whole",
@@ -70,10 +71,14 @@ def whole(value: object) -> int:
 
 
 def _number(value: object) -> float:
+    return float(_as_given(value))
+
+
+def _as_given(value: object) -> int | float:
     number = _float_or_none(value) if isinstance(value, str) else value
     if isinstance(number, bool) or not isinstance(number, int | float) or not _finite(number):
         raise ValueError(f"found {show(value)}, expected a finite number")
-    return float(number)
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else number
 
 
 def _finite(number: float) -> bool:
@@ -121,6 +126,8 @@ def one_of(values: Iterable[str], synonyms: Mapping[str, str] | None = None) -> 
 
 Whole = Annotated[int, BeforeValidator(whole)]
 Number = Annotated[float, BeforeValidator(_number)]
+NumberAsGiven = Annotated[int | float, BeforeValidator(_as_given)]
+"""A number that stays whole where it was given whole, so that what is written of it reads as it was written."""
 Text = Annotated[str, BeforeValidator(_text)]
 Flag = Annotated[bool, BeforeValidator(_flag)]
 

@@ -46,7 +46,7 @@ def parse_yaml(text: str, source: str = "YAML text") -> Any:
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{source}: {_explain(error)}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not YAML: {error}") from None
+        raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
     except (ValueError, OverflowError) as error:  # a date that YAML's pattern admits, 2024-99-99
         raise ConfigError(
             f"{source}: a value looks like a date or number but is none ({error}); correct it or put it in quotes"
@@ -65,6 +65,10 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path)
     try:
+        if file.exists() and not (
+            file.is_file() or file.is_dir()
+        ):  # reading a pipe would never end
+            raise ConfigError(f"{file}: is no file; expected a YAML file")
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read ({error}); expected a YAML file") from None

@@ -1,8 +1,8 @@
 """Sparse attention and its selection by Triton kernels, where the ``triton`` backend computes.
 
 One idea: the layers' functions (``attend_selected`` of :mod:`~megatron_xorl.layers.sparse`, ``select_topk`` of
-:mod:`~megatron_xorl.layers.indexer`) stay what is called, and ask here first. What is taken: bf16, and sizes that the kernels know
-(widths of powers of two). Anything else returns ``None`` and is computed in torch, which is right at every size.
+:mod:`~megatron_xorl.layers.indexer`) stay what is called, and ask here first. What is taken: bf16, and sizes that the kernels
+know (widths of powers of two). Anything else returns ``None`` and is computed in torch, which is right at every size.
 
 In mode ``w8a8`` the index scores multiply e4m3 codes of queries and keys (one scale a token and head), as DeepSeek's and SGLang's
 indexers do; in ``w8a16`` they stay fp32 products of the bf16 values. The selection of given scores is the same set in every form:

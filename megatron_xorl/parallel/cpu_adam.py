@@ -59,6 +59,11 @@ class CpuFusedAdam(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.adam_w_mode = adam_w_mode
 
+    def initialize_state(self, param: torch.Tensor) -> None:
+        """Give a parameter zero moments (FusedAdam's method of this name)."""
+        for key in ("exp_avg", "exp_avg_sq"):
+            self.state[param][key] = torch.zeros_like(param, requires_grad=False)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; return what ``closure`` returned."""
@@ -77,10 +82,9 @@ class CpuFusedAdam(torch.optim.Optimizer):
     def _update(self, param: torch.Tensor, grad: torch.Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         lr, decay = group["lr"], group["weight_decay"]
+        if not self.state[param]:
+            self.initialize_state(param)
         state = self.state[param]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
         if self.adam_w_mode:
             param.mul_(1 - lr * decay)
         elif decay:

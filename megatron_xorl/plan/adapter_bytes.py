@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_xorl.adapters.inventory import Factor, Inventory
 from megatron_xorl.adapters.scopes import REGIONS
 
-__all__ = ["AdapterBytes", "adapter_bytes"]
+__all__ = ["AdapterBytes", "adapter_bytes", "resume_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,18 @@ def adapter_bytes(inventory: Inventory) -> dict[str, AdapterBytes]:
     result = {region: AdapterBytes() for region in REGIONS}
     for factor in inventory.factors:
         result[factor.region] += _of(factor)
+    result["total"] = sum(result.values(), AdapterBytes())
+    return result
+
+
+def resume_bytes(inventory: Inventory) -> dict[str, AdapterBytes]:
+    """Return bytes of the tensors of a training checkpoint by region, and under ``"total"``: nothing of the base, nothing frozen.
+
+    Masters are written for float32 factors too, so that a checkpoint has the same tensors whatever the optimizer.
+    """
+    result = {region: AdapterBytes() for region in REGIONS}
+    for factor in inventory.trainable:
+        result[factor.region] += AdapterBytes(factor.nbytes, 4 * factor.numel, 8 * factor.numel)
     result["total"] = sum(result.values(), AdapterBytes())
     return result
 

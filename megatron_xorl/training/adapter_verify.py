@@ -65,6 +65,7 @@ def verify_adapter(directory: str | Path, base: str | Path, *, seed: int = 0) ->
     glm: GlmConfig = model.glm_config
     check_fits(file, glm)
     load_adapter(model, directory)
+    model.eval(), plain.eval()  # no dropout
     ids = torch.randint(
         0, glm.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(seed)
     )
@@ -111,9 +112,10 @@ def _both(
     ids: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Logits with one region's factors, and with its weights merged."""
+    stored = {factor.name for factor in file.factors}
     for factor, piece, parameter in named_factors(model).values():
-        if factor.side == "B" and factor.trainable:
-            on = factor.region == region
+        if factor.side == "B":
+            on = factor.region == region and factor.name in stored
             value = file.read(factor) if on else torch.zeros(factor.shape)
             parameter.copy_(piece.of(value))
     load_base(plain, _Merged(checkpoint, glm, file, region), glm)  # type: ignore[arg-type]

@@ -1,55 +1,65 @@
 """Adapter checkpoints: factors, fp32 masters, moments, scheduler, random state and data position; never the base.
 
-Layout of a checkpoint directory ``iter_0000040/``: Megatron's ``torch_dist`` files (torch DCP) and
-``manifest.json``. Every tensor is keyed by its logical factor name in its full logical shape
-(``lora/…``, ``master/…``, ``exp_avg/…``, ``exp_avg_sq/…``), so that no bucket, optimizer chain or
-parallel layout shows in the file and every layout reads it. Everything that is no tensor is JSON in
-the manifest.
+Layout of a checkpoint directory ``iter_0000040/``: torch DCP files (by Megatron's ``torch_dist`` strategy, or torch alone)
+and ``manifest.json``. Every tensor is keyed by its logical factor name in its full logical shape (``lora``, ``master``,
+``exp_avg``, ``exp_avg_sq``; spelled by ``training.checkpoint_forms``), so that no bucket, optimizer chain or parallel layout
+shows in the file and every layout reads it. Everything that is no tensor is JSON in the manifest.
 
-A checkpoint exists if and only if its manifest verifies: ranks write and fsync their files, then
-rank 0 writes the manifest, renames the directory and changes ``latest`` with ``os.replace``. A
-killed save leaves the previous checkpoint as it was; a damaged one is refused by file name.
+A checkpoint exists if and only if its manifest verifies: ranks write and fsync their files, then rank 0 writes the manifest,
+renames the directory and changes ``latest`` with ``os.replace``. A killed save leaves the previous checkpoint as it was; a
+damaged one is refused by file name.
 
-Refused: another base (fingerprint), other adapters (rank, alpha, targets), another scope, another
-forward mode, a newer format.
+Refused: another base (fingerprint), other adapters (rank, alpha, targets), another forward mode, a newer format, and a scope that
+leaves out factors which contribute (``training.scope_change``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron_xorl.errors import CheckpointError
 from megatron_xorl.layers.attach import check_trainability, named_factors
 from megatron_xorl.layers.lora import FactorSlice
+from megatron_xorl.training.checkpoint_forms import (
+    FORMS,
+    Box,
+    read_boxes,
+    torch_groups,
+    write_boxes,
+)
 from megatron_xorl.training.optimizer_state import (
     STATE_KINDS,
     gather_state,
+    group_values,
     scatter_state,
     steps_by_parameter,
 )
+from megatron_xorl.training.publish import publish, retain
 from megatron_xorl.training.resume import (
     FORMAT_VERSION,
-    LATEST,
-    REPLACED,
     check_agrees,
     checkpoint_directory,
     iteration_directory,
     latest_iteration,
 )
 from megatron_xorl.training.rng import get_rng_state, set_rng_state
+from megatron_xorl.training.scope_change import (
+    ScopeChange,
+    carried_factors,
+    raise_first,
+    scope_change,
+)
 from megatron_xorl.weights.manifest import (
     describe_files,
     read_manifest,
@@ -70,6 +80,8 @@ def save_checkpoint(
     common: dict[str, Any],
     *,
     keep_last: int | None = None,
+    keep_every: int | None = None,
+    form: str = "torch_dist",
 ) -> Path:
     """Save the adapter state of all ranks; collective.
 
@@ -80,42 +92,51 @@ def save_checkpoint(
         optimizer: Megatron's optimizer.
         common: JSON document that goes into the manifest (see :func:`load_checkpoint` for what is compared).
         keep_last: keep this many newest checkpoints, all when None.
+        keep_every: iterations that are multiples of it are kept too.
+        form: ``torch_dist``, or ``dcp`` for files that torch's distributed checkpoint reads without Megatron.
 
     Returns:
         The checkpoint's directory.
 
     Raises:
-        CheckpointError: a factor or its optimizer state is not finite; nothing was written, earlier checkpoints are as they were.
+        CheckpointError: a factor or its optimizer state is not finite, or only partly there; nothing was written, earlier
+            checkpoints are as they were.
     """
+    if form not in FORMS:
+        raise CheckpointError(f"no checkpoint form {form!r}; choose from {', '.join(FORMS)}")
     parameters = _trainable(models)
-    tensors = _sharded_for_save(models, optimizer, parameters)
-    _refuse_nonfinite(tensors, iteration)
+    described = {
+        name: dataclasses.asdict(factor) for name, (factor, *_) in named_factors(models).items()
+    }
+    carried = carried_factors(models)
+    steps = _merge(_own_steps(optimizer, parameters))
+    boxes = _boxes_to_save(models, optimizer, parameters, carried, steps if form == "dcp" else {})
+    _refuse_nonfinite(boxes, iteration)
     final = iteration_directory(root, iteration)
     partial = final.with_name(final.name + ".partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(tensors, str(partial))
+    adam = _merge(group_values(optimizer, parameters))
+    write_boxes(form, partial, boxes, torch_groups(adam) if form == "dcp" else {})
     files = _describe_all(partial)
-    steps = _merge(steps_by_parameter(optimizer, parameters))
-    described = _merge(
-        {name: dataclasses.asdict(factor) for name, (factor, _, _) in named_factors(models).items()}
-    )
+    described = _merge(described)
     if dist.get_rank() == 0:
-        factors = {name: described[name] | {"step": step} for name, step in sorted(steps.items())}
-        write_manifest(
-            partial,
-            common
-            | {
-                "format_version": FORMAT_VERSION,
-                "iteration": iteration,
-                "factors": factors,
-                "files": files,
+        document = {
+            "format_version": FORMAT_VERSION,
+            "form": form,
+            "iteration": iteration,
+            "factors": {
+                name: described[name] | {"step": step} for name, step in sorted(steps.items())
             },
-        )
-        _publish(root, partial, final, iteration)
-        _retain(root, iteration, keep_last)
+            "adam": adam,
+            "frozen": {name: described[name] for name in sorted(carried)},
+            "files": files,
+        }
+        write_manifest(partial, common | document)
+        publish(root, partial, final, iteration)
+        retain(root, iteration, keep_last, keep_every)
     dist.barrier()
     return final
 
@@ -126,7 +147,9 @@ def load_checkpoint(
     optimizer: MegatronOptimizer,
     expected: dict[str, Any],
 ) -> dict[str, Any] | None:
-    """Restore the latest checkpoint under ``root``; collective.
+    """Restore the latest checkpoint under ``root``, of either form; collective.
+
+    Factors that joined since (a wider scope) start with zero state and step 0, in parameter groups of their own.
 
     Args:
         root: checkpoint root.
@@ -148,22 +171,19 @@ def load_checkpoint(
     manifest = read_manifest(directory)
     check_agrees(directory, manifest, expected)
     _verify_share(directory, manifest["files"])
+    change = scope_change(directory, manifest, models, expected["adapter"])
     parameters = _trainable(models)
-    _check_factors(directory, manifest, models)
-    loaded = dist_checkpointing.load(
-        _sharded_for_load(models, manifest, expected),
-        str(directory),
-        validate_access_integrity=False,
+    boxes = _boxes_to_load(models, change)
+    same_layout = manifest["layout"] == expected["layout"]
+    if same_layout:
+        boxes |= {key: Box(torch.empty_like(box.data)) for key, box in _rng_boxes().items()}
+    loaded = read_boxes(manifest.get("form", FORMS[0]), directory, boxes)
+    _restore(models, optimizer, parameters, loaded, manifest, change)
+    check_trainability(
+        models, allow_nonzero_frozen=bool(expected["adapter"].get("allow_nonzero_frozen"))
     )
-    _restore(models, optimizer, parameters, loaded, manifest)
-    if manifest["layout"] == expected["layout"]:
-        set_rng_state(
-            {
-                key.rpartition("/")[2]: value
-                for key, value in loaded.items()
-                if key.startswith("rng/")
-            }
-        )
+    if same_layout:
+        set_rng_state({key.rpartition("/")[2]: loaded[key] for key in _rng_boxes()})
     else:
         logger.warning(
             "the layout changed from %s to %s: random state starts from the seed",
@@ -171,6 +191,17 @@ def load_checkpoint(
             expected["layout"],
         )
     return manifest
+
+
+def _own_steps(optimizer: MegatronOptimizer, parameters: dict[str, nn.Parameter]) -> dict[str, int]:
+    """Steps of what this rank holds; what one rank finds wrong with its state stops all."""
+    steps, fault = {}, None
+    try:
+        steps = steps_by_parameter(optimizer, parameters)
+    except CheckpointError as error:
+        fault = str(error)
+    raise_first(fault)
+    return steps
 
 
 def _trainable(models: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
@@ -181,50 +212,53 @@ def _trainable(models: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     }
 
 
-def _sharded_for_save(
-    models: list[nn.Module], optimizer: MegatronOptimizer, parameters: dict[str, nn.Parameter]
-) -> dict[str, ShardedTensor]:
+def _boxes_to_save(
+    models: list[nn.Module],
+    optimizer: MegatronOptimizer,
+    parameters: dict[str, nn.Parameter],
+    carried: Mapping[str, nn.Parameter | None],
+    steps: dict[str, int],
+) -> dict[str, Box]:
     slices = {name: piece for name, (_, piece, _) in named_factors(models).items()}
-    tensors: dict[str, ShardedTensor] = {}
+    boxes: dict[str, Box] = {}
     for name, state in gather_state(optimizer, parameters):
         if state is None or not _first_replica(slices[name]):
             continue
-        tensors[f"lora/{name}"] = _sharded(f"lora/{name}", parameters[name].detach(), slices[name])
+        boxes[f"lora/{name}"] = _box(parameters[name].detach(), slices[name])
         for row, kind in enumerate(STATE_KINDS):
-            tensors[f"{kind}/{name}"] = _sharded(f"{kind}/{name}", state[row], slices[name])
-    for kind, value in get_rng_state().items():
-        key = f"rng/{dist.get_rank()}/{kind}"
-        tensors[key] = ShardedTensor.from_rank_offsets(key, value)
-    return tensors
+            boxes[f"{kind}/{name}"] = _box(state[row], slices[name])
+        if steps:
+            boxes[f"step/{name}"] = Box(torch.tensor(float(steps[name])))
+    boxes |= {
+        f"lora/{name}": _box(p.detach(), slices[name])
+        for name, p in carried.items()
+        if p is not None
+    }
+    return boxes | _rng_boxes()
 
 
-def _sharded_for_load(
-    models: list[nn.Module], manifest: dict[str, Any], expected: dict[str, Any]
-) -> dict[str, ShardedTensor]:
-    tensors: dict[str, ShardedTensor] = {}
-    for name, (factor, piece, parameter) in named_factors(models).items():
-        if not factor.trainable:
-            continue
-        tensors[f"lora/{name}"] = _sharded(
-            f"lora/{name}", torch.empty_like(parameter.detach()), piece
-        )
-        for kind in STATE_KINDS:
+def _boxes_to_load(models: list[nn.Module], change: ScopeChange) -> dict[str, Box]:
+    boxes: dict[str, Box] = {}
+    for name, (_, piece, parameter) in named_factors(models).items():
+        if name in change.valued:
+            boxes[f"lora/{name}"] = _box(torch.empty_like(parameter.detach()), piece)
+        for kind in STATE_KINDS if name in change.kept else ():
             empty = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
-            tensors[f"{kind}/{name}"] = _sharded(f"{kind}/{name}", empty, piece)
-    if manifest["layout"] == expected["layout"]:
-        for kind, value in get_rng_state().items():
-            key = f"rng/{dist.get_rank()}/{kind}"
-            tensors[key] = ShardedTensor.from_rank_offsets(key, torch.empty_like(value))
-    return tensors
+            boxes[f"{kind}/{name}"] = _box(empty, piece)
+    return boxes
 
 
-def _sharded(key: str, data: Tensor, piece: FactorSlice) -> ShardedTensor:
-    offsets = []
+def _rng_boxes() -> dict[str, Box]:
+    return {f"rng/{dist.get_rank()}/{kind}": Box(value) for kind, value in get_rng_state().items()}
+
+
+def _box(data: Tensor, piece: FactorSlice) -> Box:
+    cuts = []
     if piece.factor.tp_axis is not None:
-        offsets.append((piece.factor.tp_axis, *piece.tp))
+        cuts.append((piece.factor.tp_axis, *piece.tp))
     if piece.factor.ep_axis is not None:
-        offsets.append((piece.factor.ep_axis, *piece.ep))
-    return ShardedTensor.from_rank_offsets(key, data, *offsets)
+        cuts.append((piece.factor.ep_axis, *piece.ep))
+    return Box(data, tuple(cuts))
 
 
 def _first_replica(piece: FactorSlice) -> bool:
@@ -244,14 +278,30 @@ def _restore(
     parameters: dict[str, nn.Parameter],
     loaded: dict[str, Tensor],
     manifest: dict[str, Any],
+    change: ScopeChange,
 ) -> None:
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(loaded[f"lora/{name}"])
-    state = {name: {kind: loaded[f"{kind}/{name}"] for kind in STATE_KINDS} for name in parameters}
-    steps = {name: manifest["factors"][name]["step"] for name in parameters}
-    scatter_state(optimizer, parameters, state, steps)
-    check_trainability(models)
+        for name, (_, _, parameter) in named_factors(models).items():
+            if name in change.valued:
+                parameter.copy_(loaded[f"lora/{name}"])
+    state = {}
+    for name, parameter in parameters.items():
+        if name in change.kept:
+            state[name] = {kind: loaded[f"{kind}/{name}"] for kind in STATE_KINDS}
+        else:
+            zero = torch.zeros(parameter.shape, device=parameter.device)
+            state[name] = {
+                "master": parameter.detach().float(),
+                "exp_avg": zero,
+                "exp_avg_sq": zero,
+            }
+    # Steps of all stages, so that every rank makes the same parameter groups.
+    steps = {
+        name: factor["step"]
+        for name, factor in manifest["factors"].items()
+        if name in change.training
+    }
+    scatter_state(optimizer, parameters, state, steps | dict.fromkeys(change.joined, 0))
 
 
 def _describe_all(directory: Path) -> dict[str, Any]:
@@ -273,37 +323,6 @@ def _merge(document: dict[str, Any]) -> dict[str, Any]:
     return {key: value for part in gathered for key, value in part.items()}
 
 
-def _publish(root: Path, partial: Path, final: Path, iteration: int) -> None:
-    """Give the finished directory its name and point ``latest`` at it."""
-    replaced = final.with_name(final.name + REPLACED)
-    # Where there is no final one, an earlier save was killed here, and the one moved aside is all there is.
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(final, replaced)
-    os.rename(partial, final)
-    pointer = root / f"{LATEST}.partial"
-    with open(pointer, "w", encoding="utf-8") as stream:
-        stream.write(f"{iteration}\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(pointer, root / LATEST)
-    handle = os.open(root, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _retain(root: Path, newest: int, keep_last: int | None) -> None:
-    if keep_last is None:
-        return
-    complete = sorted(path for path in root.glob("iter_*") if path.suffix == "" and path.is_dir())
-    older = [path for path in complete if path != iteration_directory(root, newest)]
-    for path in older[: max(0, len(complete) - keep_last)]:
-        shutil.rmtree(path)
-
-
 def _verify_share(directory: Path, files: dict[str, Any]) -> None:
     """Ranks share the hashing; a fault found by one stops all with the same message."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -312,47 +331,19 @@ def _verify_share(directory: Path, files: dict[str, Any]) -> None:
         verify_files(directory, {name: files[name] for name in sorted(files)[rank::world]})
     except CheckpointError as error:
         fault = str(error)
-    _raise_first(fault)
+    raise_first(fault)
 
 
-def _refuse_nonfinite(tensors: dict[str, ShardedTensor], iteration: int) -> None:
+def _refuse_nonfinite(boxes: dict[str, Box], iteration: int) -> None:
     """A state with NaN or infinity is never written, so it can never replace a good checkpoint."""
     bad = [
         key
-        for key, tensor in tensors.items()
-        if tensor.data.is_floating_point() and not bool(tensor.data.isfinite().all())
+        for key, box in boxes.items()
+        if box.data.is_floating_point() and not bool(box.data.isfinite().all())
     ]
-    _raise_first(
+    raise_first(
         f"iteration {iteration} is not saved: {len(bad)} tensors of its state are not finite, first {bad[0]}; the checkpoints "
         "before it are unchanged: resume from the last one with a lower learning rate, and check the base for NaN"
         if bad
         else None
     )
-
-
-def _raise_first(fault: str | None) -> None:
-    """Raise the first rank's fault on every rank; collective."""
-    faults: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, fault)
-    if found := [text for text in faults if text]:
-        raise CheckpointError(found[0])
-
-
-def _check_factors(directory: Path, manifest: dict[str, Any], models: list[nn.Module]) -> None:
-    """Compare every factor that trains here with its description in the manifest: name, shape, dtype."""
-    faults = []
-    for name, (factor, _, _) in named_factors(models).items():
-        if not factor.trainable:
-            continue
-        saved = manifest["factors"].get(name)
-        if saved is None:
-            faults.append(f"{name} is not in it")
-        elif (tuple(saved["shape"]), saved["dtype"]) != (factor.shape, factor.dtype):
-            faults.append(
-                f"{name} is {saved['dtype']} {saved['shape']}, this run has {factor.dtype} {list(factor.shape)}"
-            )
-    if faults:
-        raise CheckpointError(
-            f"{directory} does not hold {len(faults)} of the factors that train here, first: {faults[0]}; "
-            "resume with the same targets, scope and dtype"
-        )

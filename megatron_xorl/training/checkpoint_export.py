@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from megatron_xorl.adapters.formats import file_size
 from megatron_xorl.adapters.inventory import Factor, build_inventory
+from megatron_xorl.adapters.recovery import model_order
 from megatron_xorl.adapters.servers import server_notes
 from megatron_xorl.config.adapter import AdapterConfig
 from megatron_xorl.config.model import load_glm_config
 from megatron_xorl.errors import MegatronXorlError
+from megatron_xorl.training.checkpoint_forms import FORMS, read_whole
 from megatron_xorl.training.resume import (
     check_version,
     checkpoint_directory,
@@ -68,7 +69,7 @@ def export_checkpoint(
     write_adapter(
         Path(out),
         factors,
-        _read(directory, factors),
+        _read(directory, manifest, factors),
         adapter,
         base_model=manifest["base_directory"],
         base_fingerprint=manifest["base"]["fingerprint"],
@@ -112,18 +113,20 @@ def _directory(path: Path) -> Path:
 
 
 def _factors(manifest: dict[str, Any]) -> tuple[Factor, ...]:
-    """The trained factors in model order, as the manifest describes them."""
+    """The factors that trained and those that contribute frozen, in model order, as the manifest describes them."""
     factors = []
-    for name in manifest["order"]:
-        fields = {key: value for key, value in manifest["factors"][name].items() if key != "step"}
+    described = manifest["factors"] | manifest.get("frozen", {})
+    for name in [*manifest["order"], *manifest.get("frozen", {})]:
+        fields = {key: value for key, value in described[name].items() if key != "step"}
         factors.append(Factor(**(fields | {"shape": tuple(fields["shape"])})))
-    return tuple(factors)
+    return tuple(sorted(factors, key=lambda factor: (*model_order(factor.target), factor.side)))
 
 
-def _read(directory: Path, factors: tuple[Factor, ...]) -> Iterator[tuple[str, Tensor]]:
+def _read(
+    directory: Path, manifest: dict[str, Any], factors: tuple[Factor, ...]
+) -> Iterator[tuple[str, Tensor]]:
     """One factor after the other in its full logical shape."""
-    reader = dcp.FileSystemReader(directory)
+    form = manifest.get("form", FORMS[0])
     for factor in factors:
-        tensor = torch.empty(factor.shape, dtype=getattr(torch, factor.dtype))
-        dcp.load({f"lora/{factor.name}": tensor}, storage_reader=reader, no_dist=True)
-        yield factor.name, tensor
+        dtype = getattr(torch, factor.dtype)
+        yield factor.name, read_whole(form, directory, f"lora/{factor.name}", factor.shape, dtype)

@@ -5,7 +5,8 @@ One idea: the training forward is the generation forward. The same model runs wi
 token stands in the cache slot of its position, so prompts of different lengths share a batch, padded at the end. It is made for
 judging adapters (``megatron-xorl recall``) and for tests, not for serving.
 
-Refused: a pipeline of several stages, ranks that ask for different prompts, a length beyond ``max_position_embeddings``.
+Refused: a pipeline of several stages, context parallelism, ranks that ask for different prompts, a length beyond
+``max_position_embeddings``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def generate(
     Raises:
         DataError: ``input_ids`` or ``prompt_lengths`` are not prompts of this model.
         ConfigError: the result could be longer than ``max_position_embeddings``.
-        LayoutError: the pipeline has several stages, or ranks passed different prompts.
+        LayoutError: the pipeline has several stages, rows are cut by context parallelism, or ranks passed different prompts.
     """
     glm = model.glm_config
     lengths = _checked(model, input_ids, max_new_tokens, prompt_lengths)
@@ -180,6 +181,12 @@ def _prompt_lengths(
     if stages > 1:
         raise LayoutError(
             f"generation runs the whole model on every rank, found {stages} pipeline stages; use pp=1"
+        )
+    parts = parallel_state.get_context_parallel_world_size()
+    if parts > 1:
+        raise LayoutError(
+            f"generation keeps the keys of whole rows, found context parallel size {parts}; use cp=1, "
+            "where an adapter that was trained at any cp loads"
         )
     check_token_ids(model, input_ids)
     if (

@@ -32,11 +32,14 @@ from megatron_xorl.config.layout import check_layout
 from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.errors import CheckpointError, ConfigError
 from megatron_xorl.layers.attach import check_gradients, check_trainability
+from megatron_xorl.layers.context import use_split
 from megatron_xorl.parallel.layout import current_layout
 from megatron_xorl.training.arguments import check_arguments, check_transformer_config
 from megatron_xorl.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_xorl.training.checkpoint_forms import FORMS
 from megatron_xorl.training.forward_agreement import use_fp8_everywhere
 from megatron_xorl.training.model import attach_adapters, prepare_model
+from megatron_xorl.training.replicas import check_replicas
 from megatron_xorl.training.resume import ANY_FORWARD, run_identity
 from megatron_xorl.training.run_lock import hold_lock
 from megatron_xorl.training.seams import Seams, install_seams
@@ -61,6 +64,8 @@ class Launch:
     checkpoint: Checkpoint
     seed: int
     keep_last: int | None
+    replica_interval: int = 0
+    chunks: list[nn.Module] = field(default_factory=list)
     base_fingerprint: str = ""
     inventory: Inventory = field(default_factory=lambda: Inventory(()))
     unchecked: list[nn.Module] = field(default_factory=list)
@@ -73,15 +78,25 @@ class Launch:
             self.lock = hold_lock(Path(args.save))
         for model in models:
             prepare_model(model, self.glm, self.checkpoint)
+            if getattr(args, "sft", False):
+                # Megatron's own fine-tuning data is packed, and its get_batch cuts each document by itself.
+                use_split(model, "documents")
             self.inventory = attach_adapters(model, self.adapter, seed=self.seed)
             self.base_fingerprint = model.base_fingerprint
             self.unchecked.append(model)
+        self.chunks = models
         if dist.get_rank() == 0:
             logger.info(
                 "scope %s: %d of %d factors train on this model",
                 self.adapter.glm52_lora_scope, len(self.inventory.trainable), len(self.inventory.factors),
             )  # fmt: skip
         return models
+
+    def check_iteration(self, *, iteration: int, **_iteration: Any) -> None:
+        """After a step and before its checkpoint: what the first must have left behind; every N-th, whether copies agree."""
+        self.check_first_iteration()
+        if self.replica_interval and iteration % self.replica_interval == 0:
+            check_replicas(self.chunks, f"after iteration {iteration}")
 
     def check_first_iteration(self, **_iteration: Any) -> None:
         """After the first step: what trains has a gradient buffer, what is frozen has no gradient and is still zero."""
@@ -122,6 +137,8 @@ class Launch:
             optimizer,
             common,
             keep_last=self.keep_last,
+            keep_every=getattr(args, "keep_every", None),
+            form=getattr(args, "ckpt_form", FORMS[0]),
         )
 
     def load(
@@ -141,12 +158,15 @@ class Launch:
             if dist.get_rank() == 0:
                 logger.warning("no checkpoint in %s: training starts at iteration 0", args.load)
             return 0, 0.0
+        saved = manifest["scheduler"]
+        if getattr(args, "override_lr", False):
+            saved = saved | {"max_lr": scheduler.max_lr, "min_lr": scheduler.min_lr}
         try:
-            scheduler.load_state_dict(manifest["scheduler"])
+            scheduler.load_state_dict(saved)
         except AssertionError as error:  # Megatron's comparison of schedules
             raise CheckpointError(
                 f"the checkpoint in {args.load} was trained on another schedule ({error}); "
-                "resume with the same schedule, or pass --override-opt-param-scheduler to change it"
+                "resume with the same schedule, or pass --override-lr (the rate) or --override-opt-param-scheduler (all)"
             ) from error
         args.consumed_train_samples = manifest["consumed_train_samples"]
         if dist.get_rank() == 0:
@@ -187,13 +207,14 @@ def launch_for(config: Any) -> Launch:
         checkpoint=checkpoint,
         seed=args.seed,
         keep_last=getattr(args, "keep_last", None),
+        replica_interval=getattr(args, "check_replicas", None) or 0,
     )
     config.pre_wrap_hooks.append(launch.prepare)
     install_seams(
         Seams(
             save_checkpoint=launch.save,
             load_checkpoint=launch.load,
-            on_iteration=launch.check_first_iteration,
+            on_iteration=launch.check_iteration,
             keep_random_state=True,
         )
     )

@@ -15,6 +15,7 @@ import argparse
 import ctypes
 import faulthandler
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -30,6 +31,7 @@ from megatron_xorl.config.model import load_glm_config
 from megatron_xorl.fp8.engine import BACKENDS, MODES
 from megatron_xorl.parallel.cpu import repair_megatron, use_cpu
 from megatron_xorl.training.chat import ChatTokenizer
+from megatron_xorl.training.checkpoint_forms import FORMS
 from megatron_xorl.training.data import ChatDataset, TrainingSamples, check_batches
 
 __all__ = ["add_arguments", "forward_step", "loss_function", "main", "pretrain"]
@@ -89,7 +91,11 @@ def compose(argv: list[str]) -> list[str]:
     Raises:
         SystemExit: ``--hf-model``, ``--adapter-config`` or ``--chat-data`` is missing (argparse's message, exit 2).
     """
-    from megatron_xorl.training.arguments import forced_arguments, model_arguments
+    from megatron_xorl.training.arguments import (
+        forced_arguments,
+        model_arguments,
+        without_virtual_stages,
+    )
 
     own, _ = add_arguments(
         argparse.ArgumentParser(prog="megatron_xorl.pretrain", add_help=False)
@@ -113,8 +119,17 @@ def compose(argv: list[str]) -> list[str]:
         *platform,
         "--spec",
         *SPEC,
-        *argv,
+        *with_form(without_virtual_stages(argv)),
     ]
+
+
+def with_form(argv: list[str]) -> list[str]:
+    """``--ckpt-format dcp`` under the name that Megatron's parser, which has its own formats, leaves to us."""
+    words = [word.replace("--ckpt-format=dcp", "--ckpt-form=dcp") for word in argv]
+    for place, (word, value) in enumerate(itertools.pairwise(words)):
+        if (word, value) == ("--ckpt-format", "dcp"):
+            words[place] = "--ckpt-form"
+    return words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -134,10 +149,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="repeat data smaller than one global batch, in order",
     )
     group.add_argument("--metrics", default=None, help="metrics.jsonl to append to")
+    group.add_argument(
+        "--check-replicas",
+        type=int,
+        default=0,
+        metavar="N",
+        help="every N steps, compare all copies of every factor and stop if they differ (0: never)",
+    )
     add_engine_arguments(group)
     group.add_argument(
         "--keep-last", type=int, default=None, help="keep this many newest checkpoints"
     )
+    group.add_argument(
+        "--keep-every", type=int, default=None, metavar="N", help="with --keep-last: keep iterations that are multiples of N too"
+    )  # fmt: skip
+    group.add_argument(
+        "--ckpt-form", choices=FORMS, default=FORMS[0],
+        help="files of a checkpoint; dcp (or --ckpt-format dcp) can be read by torch's distributed checkpoint alone",
+    )  # fmt: skip
     return parser
 
 
@@ -147,8 +176,13 @@ def add_engine_arguments(group: Any) -> None:
         "--fp8-backend", choices=BACKENDS, default=None, help="what computes products with the FP8 base"
     )  # fmt: skip
     group.add_argument(
-        "--fp8-mode", choices=MODES, default=None, help="w8a8 quantises the activations of the forward"
+        "--fp8-mode", choices=("auto", *MODES), default=None, help="w8a8 quantises the activations of the forward"
     )  # fmt: skip
+    group.add_argument(
+        "--override-lr",
+        action="store_true",
+        help="resume with this run's --lr and --min-lr; the rest of the schedule must be the checkpoint's",
+    )
     group.add_argument(
         "--allow-forward-change",
         action="store_true",
@@ -157,8 +191,10 @@ def add_engine_arguments(group: Any) -> None:
 
 
 def _train_valid_test_datasets(
-    args: argparse.Namespace, *_: Any, **__: Any
+    args: argparse.Namespace, *_: Any, vp_stage: int | None = None, **__: Any
 ) -> tuple[TrainingSamples, None, None]:
+    """Samples of one virtual stage; every stage reads the same."""
+    del vp_stage
     check_batches(
         micro=args.micro_batch_size,
         global_batch=args.global_batch_size,
@@ -180,12 +216,32 @@ def _train_valid_test_datasets(
 def forward_step(
     data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
-    """Megatron's forward step: per-token losses of one microbatch ``[b, s]`` and the function that reduces them."""
+    """Megatron's forward step: per-token losses of one microbatch and the function that reduces them.
+
+    Losses are ``[b, s]``; with context parallelism s are the tokens that this rank holds of each sequence.
+    """
+    from megatron_xorl.layers.context import own_part
+
     batch = {
-        key: value.to(torch.cuda.current_device()) for key, value in next(data_iterator).items()
+        key: value.to(torch.cuda.current_device())
+        for key, value in own_part(next(data_iterator)).items()
     }
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    keys = _dropout_keys(model, batch)
+    losses = model(batch["tokens"], batch["position_ids"], keys, labels=batch["labels"])
     return losses, functools.partial(loss_function, batch["loss_mask"])
+
+
+def _dropout_keys(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor | None:
+    """Keys of the batch's tokens, where the adapters have a dropout."""
+    from megatron.core.utils import unwrap_model
+    from megatron.training.global_vars import get_args
+
+    from megatron_xorl.layers.token_keys import dropout_keys
+
+    adapter = getattr(unwrap_model(model), "adapter_config", None)
+    if adapter is None or not adapter.dropout:
+        return None
+    return dropout_keys(batch["sample"], batch["position_ids"], seed=get_args().seed)
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -25,6 +25,7 @@ __all__ = [
     "ANY_FORWARD",
     "FORMAT_VERSION",
     "LATEST",
+    "MAY_CHANGE",
     "check_agrees",
     "check_version",
     "checkpoint_directory",
@@ -41,6 +42,11 @@ REPLACED = ".replaced"
 UNFINISHED = (REPLACED, ".partial")
 ANY_FORWARD: dict[str, Any] = {}
 """In the place of a run's ``forward``: a checkpoint of any mode and backend may be resumed (``--allow-forward-change``)."""
+
+MAY_CHANGE = ("glm52_lora_scope", "frozen_factors", "allow_nonzero_frozen", "export_format")
+"""Adapter keys that a resume may change: what trains (``training.scope_change`` decides), and how files are written."""
+
+IN_A_LINE = 2  # differences that a message tells in its sentence; more are a table
 
 MAX_DIGITS = 15  # of an iteration; more is damage, and no file name can hold hundreds
 
@@ -119,28 +125,45 @@ def _is_iteration(text: str) -> bool:
 
 
 def check_agrees(directory: Path, manifest: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Compare a manifest with what :func:`run_identity` says of this run.
+    """Compare a manifest with what :func:`run_identity` says of this run, but for the scope, which may change.
 
     Raises:
-        CheckpointError: another format version, or lists every value that differs.
+        CheckpointError: another format version, or a table of every value that differs.
     """
     check_version(directory, manifest)
-    differences = []
+    rows = []
     for section in ("base", "adapter", "forward"):
         saved, wanted = manifest.get(section, {}), expected[section]
         if wanted is ANY_FORWARD:
             _note_change(directory, saved)
             continue
-        differences += [
-            f"{section}.{key}: checkpoint has {saved.get(key)!r}, this run has {wanted.get(key)!r}"
+        rows += [
+            (f"{section}.{key}", _shown(saved, key), _shown(wanted, key))
             for key in sorted(saved.keys() | wanted.keys())
             if saved.get(key) != wanted.get(key)
+            and not (section == "adapter" and key in MAY_CHANGE)
         ]
-    if differences:
-        raise CheckpointError(
-            f"{directory} is of another run: {'; '.join(differences)}; resume with the same base and adapter config"
-            + (", or pass --allow-forward-change" if differences[-1].startswith("forward.") else "")
-        )
+    if rows:
+        advice = "resume with the same base and adapter config, or in another directory"
+        if rows[-1][0].startswith("forward."):
+            advice = "resume with the same forward, or pass --allow-forward-change"
+        shown = _sentence(rows) if len(rows) <= IN_A_LINE else f"\n{_table(rows)}\n"
+        raise CheckpointError(f"{directory} is of another run: {shown}{advice}")
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "-"
+
+
+def _sentence(rows: list[tuple[str, str, str]]) -> str:
+    return "".join(f"{key}: checkpoint has {a}, this run has {b}; " for key, a, b in rows)
+
+
+def _table(rows: list[tuple[str, str, str]]) -> str:
+    """Rows under a heading, each column as wide as its longest entry."""
+    lines = [("setting", "checkpoint", "this run"), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(2)]
+    return "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in lines)
 
 
 def _note_change(directory: Path, saved: dict[str, str]) -> None:

@@ -20,10 +20,11 @@ import yaml
 
 from megatron_xorl.adapters.available import check_available
 from megatron_xorl.adapters.inventory import build_inventory
-from megatron_xorl.config.layout import ParallelLayout, check_layout
+from megatron_xorl.config.layout import ParallelLayout, check_layout, sequence_problem
 from megatron_xorl.config.model import GlmConfig, load_glm_config
 from megatron_xorl.config.run import RunConfig
-from megatron_xorl.errors import CheckpointError, ConfigError, nearest
+from megatron_xorl.config.stages import interleaving_problem, pipeline_problem
+from megatron_xorl.errors import CheckpointError, ConfigError, LayoutError, nearest
 from megatron_xorl.fp8.engine import use_fp8
 from megatron_xorl.parallel.cpu import use_cpu
 from megatron_xorl.training.chat import ChatTokenizer
@@ -56,7 +57,9 @@ def check_run(run: RunConfig, nproc: int) -> None:
         tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp, cp=sizes.cp, world=nproc
     )
     check_layout(glm, layout)
-    _check_cuts(run, glm)
+    if problem := sequence_problem(run.data.seq_length, tp=sizes.tp, cp=sizes.cp):
+        raise LayoutError(f"data.{problem}")
+    _check_cuts(run, glm, layout.dp)
     check_extra_arguments(run, glm.num_hidden_layers)
     for path in (Path(run.output), run.checkpoint_dir):
         _check_writable(path)
@@ -77,11 +80,21 @@ def check_run(run: RunConfig, nproc: int) -> None:
     _check_resume(run, glm, base)
 
 
-def _check_cuts(run: RunConfig, glm: GlmConfig) -> None:
-    """Refuse a pipeline layout of the user's that parts layers from the selection that they share; ours is legal."""
+def _check_cuts(run: RunConfig, glm: GlmConfig, dp: int) -> None:
+    """Refuse too many virtual stages, and a layout of the user's that parts layers from the selection that they share."""
+    sizes = run.parallel
+    microbatches = run.batch.global_ // (run.batch.micro * dp)
+    problem = pipeline_problem(glm, sizes.pp, sizes.vpp)
+    if problem := problem or interleaving_problem(microbatches, sizes.pp, sizes.vpp):
+        raise LayoutError(problem)
     layout = run.megatron_args.get("pipeline_model_parallel_layout")
     if layout is None:
         return
+    if sizes.vpp > 1:
+        raise LayoutError(
+            f"parallel.vpp is {sizes.vpp} and megatron_args.pipeline_model_parallel_layout says the cut; a layout has its own "
+            "number of stages: keep one of the two"
+        )
     if not torch.cuda.is_available():
         use_cpu()
     from megatron_xorl.parallel.pipeline import check_pipeline_layout
@@ -131,6 +144,8 @@ def _check_schedule(run: RunConfig, directory: Path, saved: Mapping[str, Any]) -
         "schedule.steps": (saved["lr_decay_steps"] / samples, run.schedule.steps),
         "schedule.decay": (saved["lr_decay_style"], run.schedule.decay),
     }
+    if run.megatron_args.get("override_lr"):
+        del wanted["optimizer.lr"]
     faults = [
         f"{key}: checkpoint {before:g}, this run {now:g}"
         if not isinstance(now, str)
@@ -141,7 +156,8 @@ def _check_schedule(run: RunConfig, directory: Path, saved: Mapping[str, Any]) -
     if faults:
         raise CheckpointError(
             f"{directory} was trained on another schedule ({'; '.join(faults)}; steps are in batches of {samples}); "
-            "resume with the same one, or set megatron_args: {override_opt_param_scheduler: true} to go on with this run's"
+            "resume with the same one, or set megatron_args: {override_lr: true} to go on with this run's rate alone, "
+            "{override_opt_param_scheduler: true} with all of its schedule"
         )
 
 
@@ -223,6 +239,8 @@ def _own_arguments(run: RunConfig) -> dict[str, Any]:
         "expert-model-parallel-size": sizes.ep,
         "expert-tensor-parallel-size": sizes.etp,
         "context-parallel-size": sizes.cp,
+        "check-replicas": sizes.check_replicas,
+        "num-virtual-stages-per-pipeline-rank": sizes.vpp if sizes.vpp > 1 else None,
         "micro-batch-size": run.batch.micro,
         "global-batch-size": run.batch.global_,
         "train-iters": schedule.steps,
@@ -242,6 +260,8 @@ def _own_arguments(run: RunConfig) -> dict[str, Any]:
         "load": checkpoints,
         "save-interval": run.checkpoint.interval or schedule.steps,
         "keep-last": run.checkpoint.keep_last,
+        "keep-every": run.checkpoint.keep_every,
+        "ckpt-form": run.checkpoint.format,
         "metrics": str(Path(run.output) / METRICS),
         "log-interval": 10,
     }

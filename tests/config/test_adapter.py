@@ -264,3 +264,23 @@ def test_a_file_is_read_and_named_in_messages(tmp_path: Path) -> None:
 def test_a_number_that_nothing_can_hold_is_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{key}: found a number of|{key}: found 1"):
         AdapterConfig(**({"rank": 2, "alpha": 4} | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(32, 32), (32.0, 32.0), ("32", 32), ("3e1", 30.0), (0.5, 0.5), ("1.5", 1.5)]
+)
+def test_alpha_is_kept_as_it_was_given(given: object, kept: float) -> None:
+    alpha = AdapterConfig(rank=4, alpha=given).to_dict()["alpha"]
+    assert (alpha, type(alpha)) == (kept, type(kept))
+
+
+def test_an_alpha_whose_scale_fp32_would_lose_is_refused() -> None:
+    for alpha in (1e300, 1e10, 1e-12, 10**30):
+        assert "expected 1e-09 to 1e+09" in refused(alpha=alpha)
+
+
+def test_a_misspelled_key_is_named_where_the_right_one_is_missing() -> None:
+    with pytest.raises(ConfigError, match=r"alpha is missing \(unknown key 'alfa' is not it\)"):
+        AdapterConfig(rank=4, alfa=8)
+    with pytest.raises(ConfigError, match=r"rank is missing \(unknown key 'rnk' is not it\)"):
+        AdapterConfig(rnk=4, alpha=8)

@@ -66,3 +66,17 @@ def test_what_yaml_itself_cannot_hold_is_refused(text: str, complaint: str) -> N
     with pytest.raises(ConfigError, match=complaint) as caught:
         parse_yaml(text, "a.yaml")
     assert str(caught.value).startswith("a.yaml: ") and "\n" not in str(caught.value)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"a\.yaml: is no file; expected a YAML file"):
+        load_yaml(tmp_path / "a.yaml")
+
+
+def test_what_yaml_says_in_two_lines_is_said_in_one() -> None:
+    with pytest.raises(ConfigError, match="not YAML: unacceptable character") as caught:
+        parse_yaml("rank: \x00")
+    assert "\n" not in str(caught.value)

@@ -30,6 +30,11 @@ CORE_FAILURES: dict[str, tuple[int, Callable[..., Any], tuple[str, ...]]] = {
         without_one.core_job,
         ("mappings.py", "TypeError: all_to_all_single"),
     ),
+    "unequal_parts": (
+        2,
+        without_one.tokens_of_two_expert_tensor_ranks,
+        ("mappings.py", "ProcessGroupGloo::allgather: invalid tensor size"),
+    ),
     "cp_positions": (
         1,
         without_one.context_parallel_positions,
@@ -40,6 +45,11 @@ CORE_FAILURES: dict[str, tuple[int, Callable[..., Any], tuple[str, ...]]] = {
         1,
         without_one.core_job,
         ("distrib_optimizer.py", "a view of a leaf Variable"),
+    ),
+    "per_group_steps": (
+        1,
+        without_one.core_job_with_groups_at_two_steps,
+        ("distrib_optimizer.py", "assert len(steps) <= 1"),
     ),
     "save_queue": (
         1,
@@ -148,12 +158,22 @@ def test_with_every_substitution_the_small_jobs_give_the_right_numbers(
     assert run_world(job, 1, ALL)[0] == pytest.approx(expected)
 
 
+def test_tokens_of_unequal_ranks_are_gathered_and_their_gradients_summed_back() -> None:
+    ranks = run_world(without_one.tokens_of_two_expert_tensor_ranks, 2, ALL)
+    # The rows of both, in rank order; backward sums what both ranks gave each row.
+    assert ranks == [[1.0, 2.0, 2.0, 2.0, 2.0], [1.0, 2.0, 2.0, 2.0, 4.0, 6.0, 8.0]]
+
+
 @pytest.mark.parametrize(
     "job", [without_one.core_job_that_may_not_spawn, without_one.core_job_with_kernels_that_refuse]
 )
 def test_with_every_substitution_the_hindered_jobs_finish(job: Any) -> None:
     (seen,) = run_world(job, 1, ALL)
     assert seen["after_load"] == seen["after_save"]
+
+
+def test_groups_at_two_steps_go_through_a_state_dict() -> None:
+    assert run_world(without_one.core_job_with_groups_at_two_steps, 1, ALL) == [[1, 101]]
 
 
 def test_every_substitution_is_in_one_of_the_two_tables_of_failures() -> None:

@@ -33,8 +33,15 @@ class Outcome:
     gradients: dict[str, dict[str, Tensor]]
     state_norms: dict[str, float]
     choices: dict[tuple[int, int, str], Tensor]
+    """Of step 1, where every B is zero."""
+    random_choices: dict[tuple[int, int, str], Tensor]
+    """At random factors."""
     copies: int
     """Elements of factors that more than one rank holds, all found equal."""
+    differing: dict[str, str]
+    """Factors whose copies have other hashes (``training.replicas``), and the ranks."""
+    cpu_seconds: float
+    """Of all ranks together."""
 
 
 def assemble(pieces: list[dict[str, Piece]]) -> tuple[dict[str, Tensor], int]:
@@ -70,13 +77,26 @@ def assemble(pieces: list[dict[str, Piece]]) -> tuple[dict[str, Tensor], int]:
     return full, copies
 
 
-def join_choices(ranks: list[dict[str, Any]]) -> dict[tuple[int, int, str], Tensor]:
-    """Selections are whole on every rank; routes are those of a tensor rank's own part of the sequence."""
-    joined: dict[tuple[int, int, str], dict[int, Tensor]] = {}
+def join_choices(ranks: list[dict[str, Any]], which: str) -> dict[tuple[int, int, str], Tensor]:
+    """``[s, …]`` of whole sequences from the tokens that each rank chose for.
+
+    Raises:
+        AssertionError: two ranks chose differently for one token.
+    """
+    joined: dict[tuple[int, int, str], Tensor] = {}
+    known: dict[tuple[int, int, str], Tensor] = {}
     for rank in ranks:
-        for key, value in rank["choices"].items():
-            joined.setdefault(key, {})[rank["tp_rank"] if key[2] == "route" else 0] = value
-    return {key: torch.cat([parts[tp] for tp in sorted(parts)]) for key, parts in joined.items()}
+        for key, value in rank[which].items():
+            slots = rank["slots"][key[2]]
+            length = 1 + max(int(other["slots"]["index"].max()) for other in ranks)
+            if key not in joined:
+                joined[key] = value.new_zeros(length, *value.shape[1:])
+                known[key] = torch.zeros(length, dtype=torch.bool)
+            twice = known[key][slots]
+            assert torch.equal(joined[key][slots][twice], value[twice]), key
+            joined[key][slots], known[key][slots] = value, True
+    assert all(bool(places.all()) for places in known.values())
+    return joined
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

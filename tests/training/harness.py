@@ -14,7 +14,8 @@ schedule and ``finalize_model_grads``. Only the data and the loss function are t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,13 @@ class Job:
     world: int = 1
     unreduced: str | None = None
     """A factor whose gradient is left out of the reduction over ranks, to see that it is noticed."""
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Further fields of Megatron's transformer config."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Further fields of DDP's config (overlap, bucket size, dtype of gradients)."""
+    dtype: str = "float32"
+    before: Callable[[], None] | None = None
+    """Called on every rank before the model is built (a function of an importable module): what a negative control breaks."""
 
 
 def use_one_process() -> None:
@@ -55,13 +63,25 @@ def use_one_process() -> None:
 
 
 def sample(step: int, index: int, seq: int) -> dict[str, Tensor]:
-    """Sample ``index`` of global batch ``step``: each has another number of labels, and some have none at all."""
+    """Sample ``index`` of global batch ``step``, with its number in the run and its tokens' places.
+
+    Each has another number of labels, and some have none at all.
+    """
     generator = torch.Generator().manual_seed(1000 * step + index)
     ids = torch.randint(0, 256, (1, seq + 1), generator=generator)
     trained = 0 if (step + index) % 5 == 4 else 5 + (7 * step + 11 * index) % (seq - 8)
     mask = torch.zeros(1, seq)
     mask[:, seq - trained :] = 1.0
-    return {"tokens": ids[:, :-1], "labels": ids[:, 1:], "mask": mask, "index": torch.tensor(index)}
+    tokens, labels = ids[:, :-1], ids[:, 1:]
+    number = torch.tensor([1000 * step + index])
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "mask": mask,
+        "index": torch.tensor(index),
+        "number": number,
+        "places": torch.arange(seq).unsqueeze(0),
+    }
 
 
 def random_like(name: str, shape: tuple[int, ...]) -> Tensor:
@@ -94,17 +114,31 @@ class Trainer:
 
         from megatron_xorl.config.adapter import AdapterConfig
         from megatron_xorl.layers.attach import named_factors
-        from megatron_xorl.training.model import load_model
+        from megatron_xorl.training.model import load_chunks
 
         self.job = job
-        self.module = load_model(job.directory, AdapterConfig(**job.adapter))
+        self.chunks = load_chunks(
+            job.directory,
+            AdapterConfig(**job.adapter),
+            getattr(torch, job.dtype),
+            fields=job.fields,
+        )
+        self.module = self.chunks[0]
         if job.unreduced:
             named_factors(self.module)[job.unreduced][2].allreduce = False
-        self.model = DistributedDataParallel(
-            self.module.config,
-            DistributedDataParallelConfig(use_distributed_optimizer=True),
-            self.module,
-        )
+        self.models = [
+            DistributedDataParallel(
+                chunk.config,
+                DistributedDataParallelConfig(use_distributed_optimizer=True, **job.ddp),
+                chunk,
+                disable_bucketing=number > 0,  # as Megatron's training does
+            )
+            for number, chunk in enumerate(self.chunks)
+        ]
+        self.model = self.models[0]
+        if job.ddp.get("overlap_grad_reduce"):
+            no_sync = [model.no_sync for model in self.models]
+            self.module.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.module.config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -114,10 +148,13 @@ class Trainer:
                 weight_decay=0.01,
                 clip_grad=1.0,
                 use_distributed_optimizer=True,
+                bf16=job.dtype == "bfloat16",
+                params_dtype=getattr(torch, job.dtype),
+                overlap_param_gather=job.ddp.get("overlap_param_gather", False),
             ),
-            [self.model],
+            self.models,
         )
-        self.factors = named_factors(self.module)
+        self.factors = named_factors(self.chunks)
         self.dp = (
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
@@ -128,13 +165,14 @@ class Trainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         job, (rank, size) = self.job, self.dp
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
         mine = [sample(step, index, job.seq) for index in range(rank, job.global_batch, size)]
         told = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=iter(mine),
-            model=[self.model],
+            data_iterator=[iter(mine) for _ in self.models],
+            model=self.models,
             num_microbatches=len(mine),
             seq_length=job.seq,
             micro_batch_size=1,
@@ -171,8 +209,15 @@ class Trainer:
                 out[name] = (piece.ranges, where.start, where.end, values)
         return out
 
+    def gather(self) -> None:
+        """Finish what ``overlap_param_gather`` leaves to the next forward."""
+        for model in self.models:
+            if self.job.ddp.get("overlap_param_gather"):
+                model.start_param_sync(force_sync=True)
+
     def factor_pieces(self) -> dict[str, Piece]:
-        """Every factor as this rank's model holds it."""
+        """Every factor as this rank's model holds it, gathered."""
+        self.gather()
         return {
             name: (piece.ranges, 0, parameter.numel(), parameter.detach().reshape(-1).clone())
             for name, (_, piece, parameter) in self.factors.items()
@@ -180,17 +225,25 @@ class Trainer:
 
     def set_factors(self, full: dict[str, Tensor]) -> None:
         """Put full logical values in."""
+        self.gather()
         with torch.no_grad():
             for name, (_, piece, parameter) in self.factors.items():
                 parameter.copy_(piece.of(full[name]))
 
 
 def _forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Tensor, Any]:
-    batch = next(iterator)
+    from megatron_xorl.layers.context import own_part
+    from megatron_xorl.layers.token_keys import dropout_keys
+
+    batch = own_part(next(iterator))
     module = model.module
     module.current_sample = int(batch["index"])
     positions = torch.arange(batch["tokens"].shape[1]).unsqueeze(0)
-    losses = model(batch["tokens"], positions, None, labels=batch["labels"])
+    keys = None
+    if module.adapter_config.dropout:
+        keys = dropout_keys(batch["number"], batch["places"])
+    losses = model(batch["tokens"], positions, keys, labels=batch["labels"])
+    module.current_sample = None  # what backward computes again is not watched
 
     def reduce(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss, count = (output.float() * batch["mask"]).sum(), batch["mask"].sum()
@@ -200,19 +253,28 @@ def _forward_step(iterator: Iterator[dict[str, Tensor]], model: Any) -> tuple[Te
     return losses, reduce
 
 
-def watch_choices(module: Any) -> dict[tuple[int, int, str], Tensor]:
-    """Record, from now on, ``(sample, layer, "index"|"route")`` -> bool ``[s, …]`` of every forward."""
+def watch_choices(
+    module: Any, seen: dict[tuple[int, int, str], Tensor] | None = None
+) -> dict[tuple[int, int, str], Tensor]:
+    """Record in ``seen``, from now on, ``(sample, layer, "index"|"route")`` -> bool ``[tokens of this rank, …]``."""
+    from megatron.core import parallel_state
+
     from megatron_xorl.layers.indexer import Indexer
     from megatron_xorl.layers.router import GlmRouter
 
-    seen: dict[tuple[int, int, str], Tensor] = {}
+    seen = {} if seen is None else seen
     for layer in module.decoder.layers:
         number = layer.layer_number - 1
 
         def indexed(_: Any, __: Any, selected: Tensor, number: int = number) -> None:
-            seen[(module.current_sample, number, "index")] = index_sets(selected)
+            if module.current_sample is None:
+                return
+            keys = selected.shape[0] * parallel_state.get_context_parallel_world_size()
+            seen[(module.current_sample, number, "index")] = index_sets(selected, keys)[0]
 
         def routed(_: Any, __: Any, output: Any, number: int = number) -> None:
+            if module.current_sample is None:
+                return
             seen[(module.current_sample, number, "route")] = output[1].clone()
 
         for part in layer.modules():
@@ -223,25 +285,40 @@ def watch_choices(module: Any) -> dict[tuple[int, int, str], Tensor]:
     return seen
 
 
-def index_sets(selected: Tensor) -> Tensor:
-    """bool ``[b, s, s]`` from a selection int64 ``[s, b, topk]`` in which -1 is unused."""
-    length = selected.shape[0]
-    sets = torch.zeros(*selected.transpose(0, 1).shape[:2], length + 1, dtype=torch.bool)
-    places = selected.transpose(0, 1)
-    return sets.scatter(-1, places.masked_fill(places < 0, length), True)[..., :-1]
+def index_sets(selected: Tensor, keys: int | None = None) -> Tensor:
+    """bool ``[b, s, keys]`` (None: s) from a selection int64 ``[s, b, topk]`` in which -1 is unused."""
+    keys = selected.shape[0] if keys is None else keys
+    places = selected.transpose(0, 1).long()
+    sets = torch.zeros(*places.shape[:2], keys + 1, dtype=torch.bool)
+    return sets.scatter(-1, places.masked_fill(places < 0, keys), True)[..., :-1]
+
+
+def held_slots(seq: int) -> dict[str, Tensor]:
+    """Which tokens of a sequence this rank's ``index`` and ``route`` choices are of."""
+    from megatron.core import parallel_state
+
+    from megatron_xorl.layers.context import own_part
+
+    mine = own_part({"slots": torch.arange(seq).unsqueeze(0)})["slots"][0]
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    part = mine.chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+    return {"index": mine, "route": part}
 
 
 def run_rank(job: Job, states: dict[str, dict[str, Tensor]] | None) -> dict[str, Any]:
     """One rank of :func:`run_layout`."""
-    from megatron.core import parallel_state
-
     from megatron_xorl.parallel.cpu import use_cpu
     from megatron_xorl.parallel.groups import initialize
+    from megatron_xorl.training.replicas import differing_replicas
 
     use_cpu()
     initialize(**job.layout)
+    if job.before is not None:
+        job.before()
     trainer = Trainer(job)
-    choices = watch_choices(trainer.module)
+    choices: dict[tuple[int, int, str], Tensor] = {}
+    for chunk in trainer.chunks:
+        watch_choices(chunk, choices)
     told: dict[str, Any] = {
         "losses": [],
         "norms": [],
@@ -249,7 +326,8 @@ def run_rank(job: Job, states: dict[str, dict[str, Tensor]] | None) -> dict[str,
         "states": {},
         "gradients": {},
         "state_norms": {},
-        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "slots": held_slots(job.seq),
+        "choices": {},
     }
     for step in range(1, job.steps + 1):
         if step in job.keep:
@@ -261,8 +339,11 @@ def run_rank(job: Job, states: dict[str, dict[str, Tensor]] | None) -> dict[str,
         assert updated
         told["norms"].append(float(norm))
     told["end"] = trainer.factor_pieces()
+    told["replicas"] = differing_replicas(trainer.chunks)
     for name in (*(f"step {step}" for step in job.keep), "random"):
         _gradients_at(trainer, told, name, states)
+    told["random choices"] = dict(choices)
+    told["cpu seconds"] = time.process_time()
     return told
 
 
@@ -271,7 +352,8 @@ def _gradients_at(
 ) -> None:
     """Gradients at a given state; without one, at this run's own (a world of one holds every factor whole)."""
     if name == "random":
-        randomise(trainer.module)
+        trainer.gather()
+        randomise(trainer.chunks)
     elif states is not None:
         trainer.set_factors(states[name])
     else:
@@ -301,6 +383,9 @@ def run_layout(
             name: whole(lambda rank, n=name: rank["gradients"][n]) for name in ranks[0]["gradients"]
         },
         state_norms=ranks[0]["state_norms"],
-        choices=join_choices(ranks),
+        choices=join_choices(ranks, "choices"),
+        random_choices=join_choices(ranks, "random choices"),
         copies=copies,
+        differing={name: says for rank in ranks for name, says in rank["replicas"].items()},
+        cpu_seconds=sum(rank["cpu seconds"] for rank in ranks),
     )

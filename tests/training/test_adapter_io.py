@@ -324,6 +324,71 @@ def test_a_narrow_export_holds_what_trained_and_means_the_same_in_a_model_of_ful
     assert config["megatron_xorl"]["adapter"]["glm52_lora_scope"] == "routed_experts"
 
 
+def export_badly(model_dir: Path, out: Path) -> tuple[str, str]:
+    from megatron_xorl.config.adapter import AdapterConfig
+    from megatron_xorl.parallel.cpu import use_cpu
+    from megatron_xorl.parallel.groups import initialize
+    from megatron_xorl.training.adapter_io import export_adapter
+    from megatron_xorl.training.model import load_model
+
+    use_cpu()
+    initialize(ep=2)
+    model = load_model(model_dir, AdapterConfig(**NARROW))
+    try:
+        export_adapter(model, out)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "accepted", ""
+
+
+def test_what_only_rank_0_sees_is_raised_on_every_rank(tiny_dir: Path, tmp_path: Path) -> None:
+    """A rank 0 that left alone would let the others wait in the next reduction."""
+    (tmp_path / "file").write_text("x")
+    first, second = run_world(export_badly, 2, tiny_dir, tmp_path / "file/out")
+    assert first == second
+    assert first[0] == "AdapterError"
+    assert "file is no folder; choose another output directory" in first[1]
+
+
+def _nan(directory: Path) -> None:
+    tensors = load_file(directory / WEIGHTS)
+    tensors["base_model.model.lm_head.lora_B.weight"][-1, -1] = float("nan")
+    save_file(tensors, directory / WEIGHTS)
+
+
+def load_badly(model_dir: Path, directory: Path) -> tuple[str, bool]:
+    from megatron_xorl.config.adapter import AdapterConfig
+    from megatron_xorl.layers.attach import named_factors
+    from megatron_xorl.parallel.cpu import use_cpu
+    from megatron_xorl.parallel.groups import initialize
+    from megatron_xorl.training.adapter_io import load_adapter
+    from megatron_xorl.training.model import load_model
+
+    use_cpu()
+    initialize(tp=2)
+    model = load_model(model_dir, AdapterConfig(**ADAPTER))
+    before = {name: p.detach().clone() for name, (*_, p) in named_factors(model).items()}
+    try:
+        load_adapter(model, directory)
+    except Exception as error:
+        after = named_factors(model)
+        same = all(torch.equal(value, after[name][2]) for name, value in before.items())
+        return f"{type(error).__name__}: {error}", same
+    return "accepted", False
+
+
+def test_a_fault_in_the_last_value_that_one_rank_reads_changes_no_rank(
+    exported: tuple[Path, dict[str, torch.Tensor]], tiny_dir: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(exported[0] / "sglang_shared_outer one", tmp_path / "a")
+    _nan(tmp_path / "a")
+    for told, same in run_world(load_badly, 2, tiny_dir, tmp_path / "a"):
+        assert told.startswith(
+            "AdapterError: base_model.model.lm_head.lora_B.weight has 1 inf or NaN"
+        )
+        assert same
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 

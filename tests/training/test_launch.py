@@ -37,6 +37,8 @@ def launches(model: Path, folder: Path, cases: dict[str, dict[str, Any]]) -> dic
     good = {rule.name: rule.allowed[0] for rule in RULES} | {
         "tensor_model_parallel_size": 1,
         "sequence_parallel": False,
+        "context_parallel_size": 1,
+        "seq_length": 48,
         "num_layers": 4,
         "seed": 1234,
     }
@@ -70,7 +72,7 @@ def test_base_and_adapters_come_from_arguments_then_the_environment_and_are_chec
 ) -> None:
     (tmp_path / "good.yaml").write_text(GOOD)
     (tmp_path / "other.yaml").write_text("rank: 3\nalpha: 4\n")
-    (tmp_path / "dropout.yaml").write_text(GOOD + "dropout: 0.1\n")
+    (tmp_path / "kl.yaml").write_text(GOOD + "indexer: kl\n")
     given = {"hf_model": str(tiny_dir), "adapter_config": str(tmp_path / "good.yaml")}
     variables = {
         "MEGATRON_XORL_MODEL": str(tiny_dir),
@@ -87,7 +89,7 @@ def test_base_and_adapters_come_from_arguments_then_the_environment_and_are_chec
             "transformer": {"num_layers": 3, "moe_layer_freq": [0, 1, 1]},
         },
         "a refused argument": {"arguments": given | {"fp16": True}},
-        "dropout": {"arguments": given | {"adapter_config": str(tmp_path / "dropout.yaml")}},
+        "not built": {"arguments": given | {"adapter_config": str(tmp_path / "kl.yaml")}},
         "no such file": {"arguments": given | {"adapter_config": str(tmp_path / "none.yaml")}},
     }
     (found,) = run_world(launches, 1, tiny_dir, tmp_path, cases)
@@ -99,7 +101,7 @@ def test_base_and_adapters_come_from_arguments_then_the_environment_and_are_chec
         "no adapter": ("ConfigError", "pass --adapter-config or set MEGATRON_XORL_ADAPTER_CONFIG"),
         "another model": ("ConfigError", "num_layers is 3, the base's config.json says 4"),
         "a refused argument": ("ConfigError", "fp16 is True"),
-        "dropout": ("AdapterError", "dropout is 0.1"),
+        "not built": ("AdapterError", "indexer is kl"),
         "no such file": ("ConfigError", "none.yaml"),
     }
     for name, (kind, text) in refused.items():

@@ -41,25 +41,6 @@ def test_a_step_on_two_stages_of_one_and_three_layers_equals_one_process(tiny_di
 
 
 @pytest.mark.layouts
-@pytest.mark.parametrize(
-    ("layout", "world"),
-    [({"pp": 2}, 2), ({"pp": 2, "tp": 2}, 4), ({"pp": 2, "ep": 2}, 4)],
-    ids=["pp2", "pp2,tp2", "pp2,ep2"],
-)
-def test_twenty_steps_on_two_stages_equal_one_process(
-    layout: dict[str, int], world: int, tiny_dir: Path, one_process: Outcome
-) -> None:
-    job = Job(str(tiny_dir), ADAPTER, layout=layout, world=world)
-    agree(one_process, run_layout(job, states=one_process.states))
-
-
-@pytest.fixture(scope="module")
-def one_process(tiny_dir: Path) -> Outcome:
-    """Twenty steps in one process."""
-    return run_layout(Job(str(tiny_dir), ADAPTER))
-
-
-@pytest.mark.layouts
 def test_our_entry_trains_on_two_stages_as_on_one(
     inputs: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:

@@ -80,3 +80,33 @@ def test_another_forward_is_refused_unless_it_is_allowed_and_then_it_is_noted(
         check_agrees(
             tmp_path, saved, expected | {"forward": ANY_FORWARD, "base": {"fingerprint": "g"}}
         )
+
+
+def test_many_differences_are_a_table_of_both_sides(tmp_path: Path) -> None:
+    saved = {
+        "format_version": FORMAT_VERSION,
+        "base": {"fingerprint": "f"},
+        "adapter": {
+            "rank": 4,
+            "alpha": 8.0,
+            "lora_target_modules": ["*.q_a_proj"],
+            "glm52_lora_scope": "moe",
+        },
+        "forward": forward_record(),
+    }
+    now = {
+        "rank": {"default": 8},
+        "alpha": 16.0,
+        "glm52_lora_scope": "all",
+        "export_format": "hf_peft",
+    }
+    with pytest.raises(CheckpointError) as refused:
+        check_agrees(tmp_path, saved, saved | {"adapter": now})
+    assert str(refused.value).splitlines() == [
+        f"{tmp_path} is of another run: ",
+        "  setting                      checkpoint      this run",
+        "  adapter.alpha                8.0             16.0",
+        "  adapter.lora_target_modules  ['*.q_a_proj']  -",
+        "  adapter.rank                 4               {'default': 8}",
+        "resume with the same base and adapter config, or in another directory",
+    ]

@@ -144,6 +144,12 @@ def sound(tiny_dir: Path, tmp_path: Path) -> dict[str, Any]:
             "leave it out to get Et|t*3L",
         ),
         ({"parallel": {"pp": 3}}, "there are 2 such layers"),
+        (
+            {"parallel": {"cp": 2}, "data": {"train": "train.jsonl", "seq_length": 50}},
+            "data.seq_length 50 does not cut evenly over cp 2 and tp 1: it must be a multiple of 4; nearest legal: 48, 52",
+        ),
+        ({"parallel": {"cp": 2}, "megatron_args": {"cp_comm_type": "a2a"}}, "keys are gathered"),
+        ({"megatron_args": {"hybrid_context_parallel": True}}, "holds whole rows"),
         ({"seed": 0}, "seed is 0"),
         ({"seed": 2**40}, "Megatron takes 1 to 2147483647"),
         ({"output": "train.jsonl"}, "train.jsonl is a file"),
@@ -152,7 +158,7 @@ def sound(tiny_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ({"megatron_args": {"save": "elsewhere"}}, "megatron_args.save is set by a key"),
         ({"megatron_args": {"fp61": True}}, "no argument of Megatron's; nearest: fp16"),
         ({"megatron_args": {"fp16": True}}, "fp16 needs loss scaling"),
-        ({"megatron_args": {"overlap_grad_reduce": True}}, "leave it out"),
+        ({"megatron_args": {"overlap_param_gather_with_optimizer_step": True}}, "leave it out"),
         ({"megatron_args": {"log_throughput": [1, 2]}}, "megatron_args: "),
         ({"megatron_args": {"num_workers": "many"}}, "megatron_args: argument --num-workers"),
         *[

@@ -21,7 +21,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Job:
-    """One rank's model, optimizer and scheduler, expert-parallel over the whole world."""
+    """One rank's model, optimizer and scheduler, expert-parallel over the whole world unless a layout is given."""
 
     def __init__(
         self,
@@ -31,13 +31,15 @@ class Job:
         base: bool = True,
         bf16: bool = False,
         fingerprint: str = "base",
+        layout: dict[str, int] | None = None,
     ) -> None:
         from megatron_xorl.config.adapter import AdapterConfig
         from megatron_xorl.parallel.cpu import use_cpu
         from megatron_xorl.parallel.groups import initialize
 
         use_cpu()
-        initialize(ep=dist.get_world_size())
+        self.layout = {"ep": dist.get_world_size()} if layout is None else layout
+        initialize(**self.layout)
         self.adapter = AdapterConfig(**(ADAPTER if adapter is None else adapter))
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.model = self._load(model_dir) if base else self._factors_only(model_dir)
@@ -69,7 +71,7 @@ class Job:
             pair = LoraPair(*pieces, scale=1.0, dtype=self.dtype, device="cpu", seed=1)
             for factor, _, parameter in pair.named_factors():
                 parameter.requires_grad_(factor.trainable)
-                mark_ownership(parameter, factor, tp=1, ep=dist.get_world_size(), etp=1)
+                mark_ownership(parameter, factor, tp=1, ep=self.layout.get("ep", 1), etp=1)
             model.pairs.append(pair)
         return model
 
@@ -85,12 +87,12 @@ class Job:
             "base_directory": "base",
         }
 
-    def save(self, root: Path, iteration: int, *, keep_last: int | None = None) -> Path:
+    def save(self, root: Path, iteration: int, **options: Any) -> Path:
         """Save through the product."""
         from megatron_xorl.training.checkpoint import save_checkpoint
 
         return save_checkpoint(
-            root, iteration, [self.model], self.optimizer, self.common(), keep_last=keep_last
+            root, iteration, [self.model], self.optimizer, self.common(), **options
         )
 
     def load(self, root: Path) -> int | None:

@@ -57,10 +57,18 @@ class Samples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def get_batch(iterator: Any) -> tuple[torch.Tensor, ...]:
-    """Return tokens, labels, loss mask and positions of one microbatch, each ``[b, s]``."""
+    """Return tokens, labels, loss mask and positions of one microbatch, what this context rank holds, each ``[b, s]``."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
     batch = {key: value.cuda(non_blocking=True) for key, value in next(iterator).items()}
     tokens, labels = batch["text"][:, :-1].contiguous(), batch["text"][:, 1:].contiguous()
-    return tokens, labels, batch["loss_mask"], torch.arange(SEQ).expand_as(tokens)
+    whole = {"tokens": tokens, "labels": labels, "loss_mask": batch["loss_mask"]}
+    whole["position_ids"] = torch.arange(SEQ).expand_as(tokens)
+    cut = get_batch_on_this_cp_rank(
+        whole, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
+    )
+    return tuple(cut.values())
 
 
 def loss_func(

@@ -14,6 +14,31 @@ def core_job(skip: frozenset[str]) -> dict[str, Any]:
     return train_save_load(skip)
 
 
+def core_job_with_groups_at_two_steps(skip: frozenset[str]) -> list[int]:
+    """Split the groups of a stepped optimizer, pass its state dict to another; return the steps there after one more update."""
+    from megatron_xorl.parallel.cpu import use_cpu
+    from megatron_xorl.parallel.groups import initialize
+    from tests.workers.megatron_core_job import build, step
+
+    use_cpu(skip=skip)
+    initialize()
+    from megatron_xorl.training.step_groups import set_steps
+
+    jobs = [build(bf16=False) for _ in range(2)]
+    for model, optimizer in jobs:
+        step(model, optimizer, 0)
+        (part,) = getattr(optimizer, "chained_optimizers", [optimizer])
+        mains = [main for group in part.optimizer.param_groups for main in group["params"]]
+        at = {main: 100 * (place % 2) for place, main in enumerate(mains)}
+        set_steps(part, at, {0, 100})
+    (_, saved), (model, optimizer) = jobs
+    for group in optimizer.param_groups:
+        group["step"] = 7
+    optimizer.load_state_dict(saved.state_dict())
+    step(model, optimizer, 1)
+    return sorted({group["step"] for group in optimizer.param_groups if group["params"]})
+
+
 def core_job_that_may_not_spawn(skip: frozenset[str]) -> dict[str, Any]:
     """Train, save and load where starting a spawned server process is an error at once (it would take seconds)."""
 
@@ -75,3 +100,25 @@ def context_parallel_positions(skip: frozenset[str]) -> list[float]:
         .flatten()
         .tolist()
     )
+
+
+def tokens_of_two_expert_tensor_ranks(skip: frozenset[str]) -> list[float]:
+    """Gather one row of rank 0 and three of rank 1, as the dispatcher does; backward scatters the gradients back."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_xorl.parallel.cpu import use_cpu
+
+    use_cpu(skip=skip)
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    sizes, rank = [1, 3], dist.get_rank()
+    mine = torch.full((sizes[rank], 2), 1.0 + rank, requires_grad=True)
+    group = dist.group.WORLD
+    whole = gather_from_sequence_parallel_region(mine, group=group, output_split_sizes=sizes)
+    (whole * torch.arange(1.0, 5.0).unsqueeze(-1)).sum().backward()
+    assert mine.grad is not None
+    told = [*whole[:, 0].tolist(), *mine.grad[:, 0].tolist()]
+    nothing = gather_from_sequence_parallel_region(mine[:0], group=group, output_split_sizes=[0, 0])
+    assert nothing.shape == (0, 2)
+    return told
