@@ -22,7 +22,7 @@ def lines(verdicts: list[Verdict]) -> list[str]:
     if bounds:
         own = " ".join(f"{bounds[0][kind]:9.1e}" for kind in LIMITS)
         told += [
-            f"{'bf16 limits':{width}s} {own}  (one process, bf16 against fp32; twice that for free runs)"
+            f"{'bf16 limits':{width}s} {own}  (one process, bf16 against fp32; four times that for free runs)"
         ]
     return [*told, f"{len(verdicts)} layouts, {len(verdicts) - failed} pass, {failed} fail"]
 
