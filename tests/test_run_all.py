@@ -53,7 +53,8 @@ def answers(*got: str, expected: tuple[str, ...] = ("a", "b", "c")) -> dict[str,
 def eight(**changes: Any) -> tables.Table:
     """Table of two adapters that are right; ``changes`` replace an adapter's outcome or the bare base's."""
     found: dict[str, Any] = {
-        name: {"loss": 0.001, "recall": answers(name, expected=(name,))} for name in ("a", "b")
+        name: {"loss": 0.001, "recall": answers(name, expected=(name,)), "seed": 7}
+        for name in ("a", "b")
     }
     bare = changes.pop("bare", answers("-", "-", expected=("a", "b")))
     return tables.eight_table(found | changes, bare)
@@ -62,25 +63,25 @@ def eight(**changes: Any) -> tables.Table:
 def test_a_table_has_a_line_a_row_in_columns() -> None:
     assert str(eight()).splitlines() == [
         "Eight pairs, eight adapters",
-        "adapter   final loss  recall with  without  answer",
-        "a         0.001000    1/1          0/1      a",
-        "b         0.001000    1/1          0/1      b",
-        "together              2/2          0/2",
+        "adapter   seed  final loss  recall with  without  answer",
+        "a         7     0.001000    1/1          0/1      a",
+        "b         7     0.001000    1/1          0/1      b",
+        "together                    2/2          0/2",
     ]
 
 
 def test_a_miss_a_base_that_knows_and_an_error_are_faults_of_the_eight() -> None:
     assert eight().faults == []
-    missed = eight(b={"loss": 0.1, "recall": answers("a", expected=("b",))})
+    missed = eight(b={"loss": 0.1, "recall": answers("a", expected=("b",)), "seed": 7})
     assert missed.faults == ["b: expected 'b'"]
-    assert missed.rows[-1][2:4] == ("1/2", "0/2")
+    assert missed.rows[-1][3:5] == ("1/2", "0/2")
     assert "NOT AS IT MUST BE: b: expected 'b'" in str(missed)
     assert eight(bare=answers("a", "-", expected=("a", "b"))).faults == [
         "a: the base knows the answer without an adapter"
     ]
     broken = eight(a=fleet.TaskError("disk full"), bare=fleet.TaskError("no base"))
     assert broken.faults == ["the bare base: no base", "a: disk full"]
-    assert broken.rows[-1][2:4] == ("1/2", "?")
+    assert broken.rows[-1][3:5] == ("1/2", "?")
 
 
 def three(scope: str, *got: str) -> tables.Table:
@@ -135,6 +136,7 @@ class Stub:
     def __init__(self) -> None:
         self.trained: list[str] = []
         self.broken: set[str] = set()
+        self.high: set[str] = set()  # whose loss ends high
 
 
 @pytest.fixture
@@ -157,7 +159,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Stub:
         output = Path(job.run.output)
         output.mkdir(parents=True)
         (output / "run.yaml").write_text(yaml.safe_dump(job.run.to_dict()))
-        (output / "metrics.jsonl").write_text('{"iteration": 1, "loss": 0.5}\n')
+        loss = 0.5 if job.name in state.high else 0.001
+        (output / "metrics.jsonl").write_text(json.dumps({"iteration": 1, "loss": loss}) + "\n")
         job.adapter.mkdir()
         (job.adapter / "password").write_text(questions(job.run)[0])
 
@@ -183,7 +186,7 @@ def test_a_finished_adapter_is_not_trained_again_and_one_that_failed_is(
     table = run_all.do_eight(work)
     assert stub.trained == [f"eight/{project}" for project in run_all.PROJECTS]
     assert table.faults == ["citadel: killed"]
-    assert table.rows[-1][2:4] == ("7/8", "0/8")
+    assert table.rows[-1][3:5] == ("7/8", "0/8")
     stub.trained.clear()
     stub.broken.clear()
     assert run_all.do_eight(work).faults == []
@@ -221,7 +224,21 @@ def test_adapters_in_each_others_place_miss(tmp_path: Path, stub: Stub) -> None:
     swap(tmp_path / "all" / "eight")
     table = run_all.do_eight(work)
     assert [fault.partition(":")[0] for fault in table.faults] == ["argon", "bastion"]
-    assert table.rows[-1][2] == "6/8"
+    assert table.rows[-1][3] == "6/8"
+
+
+def test_a_loss_that_ended_high_is_tried_with_the_next_seeds_and_the_table_says_which(
+    tmp_path: Path, stub: Stub
+) -> None:
+    work = run_all.Work(tmp_path / "all", 1)
+    stub.high |= {"eight/ember", *(f"eight/argon{end}" for end in ("", "-seed1235"))}
+    table = run_all.do_eight(work)
+    assert table.faults == []
+    seeds = {row[0]: row[1] for row in table.rows}
+    assert (seeds["argon"], seeds["ember"], seeds["bastion"]) == ("1236", "1235", "1234")
+    assert len(stub.trained) == 11
+    stub.trained.clear()
+    assert run_all.do_eight(work).rows == table.rows and stub.trained == []
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
@@ -239,7 +256,7 @@ def test_the_exit_code_is_1_if_a_table_has_a_fault(
 ) -> None:
     monkeypatch.setattr(run_all.Work, "model", lambda self: None)
     monkeypatch.setattr(fleet, "start_server", lambda log: None)
-    wrong = eight(b={"loss": 0.1, "recall": answers("a", expected=("b",))})
+    wrong = eight(b={"loss": 0.1, "recall": answers("a", expected=("b",)), "seed": 7})
     for table, code in ((eight(), 0), (wrong, 1)):
         monkeypatch.setitem(run_all.PARTS, "eight", lambda work, table=table: table)
         assert call(monkeypatch, "eight", "--out", tmp_path / "all") == code

@@ -39,7 +39,7 @@ def eight_table(found: Mapping[str, Any], bare: Any) -> Table:
     """One adapter a pair.
 
     Args:
-        found: by project, ``{"loss", "recall"}`` of its adapter, or the error.
+        found: by project, ``{"loss", "recall", "seed"}`` of its adapter, or the error.
         bare: recall of every project in the same order by the bare base, or the error.
     """
     rows, faults = [], [f"the bare base: {bare}"] if failed(bare) else []
@@ -51,17 +51,18 @@ def eight_table(found: Mapping[str, Any], bare: Any) -> Table:
             faults.append(f"{project}: the base knows the answer without an adapter")
         if failed(outcome):
             faults.append(f"{project}: {outcome}")
-            rows.append((project, "-", "-", without, "-"))
+            rows.append((project, "-", "-", "-", without, "-"))
             continue
         (pair,) = outcome["recall"]["pairs"]
         right += pair["exact"]
         if not pair["exact"]:
             faults.append(f"{project}: expected {pair['expected']!r}")
         score = f"{int(pair['exact'])}/1"
-        rows.append((project, f"{outcome['loss']:.6f}", score, without, pair["got"]))
+        loss = f"{outcome['loss']:.6f}"
+        rows.append((project, str(outcome["seed"]), loss, score, without, pair["got"]))
     known = "?" if failed(bare) else f"{sum(alone)}/{len(rows)}"
-    rows.append(("together", "", f"{right}/{len(rows)}", known, ""))
-    columns = ("adapter", "final loss", "recall with", "without", "answer")
+    rows.append(("together", "", "", f"{right}/{len(rows)}", known, ""))
+    columns = ("adapter", "seed", "final loss", "recall with", "without", "answer")
     return Table("Eight pairs, eight adapters", columns, rows, faults)
 
 
