@@ -78,8 +78,8 @@ def _plant_an_expert(patch: pytest.MonkeyPatch) -> None:
 
     real = router.choose_experts
 
-    def planted(logits: Tensor, bias: Tensor, glm: Any) -> tuple[Tensor, Tensor]:
-        weights, chosen = real(logits, bias, glm)
+    def planted(logits: Tensor, bias: Tensor, glm: Any, *replay: Any) -> tuple[Tensor, Tensor]:
+        weights, chosen = real(logits, bias, glm, *replay)
         scores = logits[-1].sigmoid() + bias
         chosen[-1, scores[chosen[-1]].argmax()] = scores.argmin()
         return weights, chosen

@@ -80,8 +80,8 @@ def _bias_in_the_mixture(case: ParityCase, patch: pytest.MonkeyPatch) -> None:
 
     real = router.choose_experts
 
-    def biased(logits: Tensor, bias: Tensor, glm: Any) -> tuple[Tensor, Tensor]:
-        _, chosen = real(logits, bias, glm)
+    def biased(logits: Tensor, bias: Tensor, glm: Any, *replay: Any) -> tuple[Tensor, Tensor]:
+        _, chosen = real(logits, bias, glm, *replay)
         weights = (logits.sigmoid() + bias).gather(1, chosen)
         return weights / weights.sum(-1, keepdim=True) * glm.routed_scaling_factor, chosen
 
