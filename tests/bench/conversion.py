@@ -24,6 +24,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,9 @@ def main() -> None:
     parser.add_argument("--size", default="1GiB")
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--workers", default="1")
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="runs of a direction, the median counts"
+    )
     parser.add_argument("--no-hash", action="store_true")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=None, help="of the moments; printed")
@@ -62,7 +66,7 @@ def main() -> None:
             ("import", source, root / "megatron"),
             ("export", root / "megatron", root / "back"),
         ):
-            seconds = measure(verb, given, out, flags, limit)
+            seconds = measure(verb, given, out, flags, limit, arguments.repeat)
             if arguments.kills:
                 moments = [generator.uniform(0, seconds / 2) for _ in range(arguments.kills)]
                 kill(verb, given, out, root / "killed", flags, moments)
@@ -75,8 +79,24 @@ def main() -> None:
         shutil.rmtree(root)
 
 
-def measure(verb: str, source: Path, out: Path, flags: list[str], limit: int) -> float:
-    """Run one direction between two copies, print rates, ratios and peak memory, and return its seconds."""
+def measure(verb: str, source: Path, out: Path, flags: list[str], limit: int, repeat: int) -> float:
+    """Run one direction ``repeat`` times, print the median ratio, leave the last output; returns the last run's seconds."""
+    ratios = []
+    for _ in range(repeat):
+        shutil.rmtree(out, ignore_errors=True)
+        wall, ratio = measure_once(verb, source, out, flags, limit)
+        ratios.append(ratio)
+    print(
+        f"{verb}: median ratio of {repeat} runs {statistics.median(ratios):.2f} (want >= 0.70)",
+        flush=True,
+    )
+    return wall
+
+
+def measure_once(
+    verb: str, source: Path, out: Path, flags: list[str], limit: int
+) -> tuple[float, float]:
+    """Run one direction between two copies, print rates, ratio and peak memory; returns seconds and ratio."""
     before = copy_rate(source)
     report, wall, peak = convert(verb, source, out, flags)
     after = copy_rate(source)
@@ -89,7 +109,7 @@ def measure(verb: str, source: Path, out: Path, flags: list[str], limit: int) ->
         f"peak {peak / GIB:.2f} GiB (want <= {limit / GIB:.2f})",
         flush=True,
     )
-    return wall
+    return wall, whole / copied
 
 
 def kill(
