@@ -78,7 +78,6 @@ RULES: tuple[Rule, ...] = (
          "overlap_param_gather starts it with the forward"),
     Rule("num_distributed_optimizer_instances", (1, None), "several optimizer instances are not proven with adapter checkpoints"),
     Rule("overlap_moe_expert_parallel_comm", _OFF, "its schedule calls the parts of a layer itself, past the index selection that layers share"),
-    Rule("num_distributed_optimizer_instances", (1, None), "replicas of the distributed optimizer are not proven, and adapter checkpoints read one"),
     Rule("use_megatron_fsdp", _OFF, "FSDP would shard and cast the frozen bytes"),
     Rule("use_torch_fsdp2", _OFF, "FSDP would shard and cast the frozen bytes"),
     Rule("cuda_graph_impl", ("none", None), "CUDA graphs are not proven with index sharing"),

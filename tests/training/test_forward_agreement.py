@@ -39,6 +39,9 @@ def _started(model: Path, adapter: Path, last_rank: dict[str, str], agreed: bool
     arguments = {rule.name: rule.allowed[0] for rule in RULES} | {
         "tensor_model_parallel_size": 1,
         "sequence_parallel": False,
+        "context_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "seq_length": 64,
         "num_layers": 4,
         "seed": 1234,
         "hf_model": str(model),
